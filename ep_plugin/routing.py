@@ -18,15 +18,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ep_plugin.config import CapacityConfig
+from ep_plugin.config import POLICIES, CapacityConfig, check_shape, one_of
 
-POLICIES = ("dropless", "rank", "source", "expert")
 MAX_ROWS = 2**31 - 1  # destination rows are int32
 
 # The capacity factor is multiplied in limbs of this many units, so that K·T up to 2^43 times a limb fits in int64.
@@ -81,8 +78,7 @@ def accept(counts: Tensor, tokens: Tensor, capacity: CapacityConfig, top_k: int)
     equal share of a rank; ``expert`` is fair between experts.
     """
     world, num_experts = counts.shape
-    check_routing(top_k=top_k, world=world, num_experts=num_experts)
-    _check_policy(capacity.policy)
+    _check(capacity, top_k=top_k, world=world, num_experts=num_experts)
     counts = counts.to(torch.int64)
     tokens = tokens.to(torch.int64)
     if capacity.policy == "dropless":
@@ -174,8 +170,7 @@ def rows_bound(capacity: CapacityConfig, top_k: int, max_tokens: int, world: int
 
     Raises ValueError for degrees that do not fit together or a bound that int32 rows cannot number.
     """
-    check_routing(top_k=top_k, world=world, num_experts=num_experts)
-    _check_policy(capacity.policy)
+    _check(capacity, top_k=top_k, world=world, num_experts=num_experts)
     if max_tokens < 0:
         raise ValueError(f"max_tokens {max_tokens} is negative")
     per_source = max_tokens * top_k
@@ -212,17 +207,9 @@ def drop_metrics(route_map: RouteMap, *, bound: int | None = None) -> dict[str, 
     return metrics
 
 
-def check_routing(*, top_k: int, world: int, num_experts: int) -> None:
-    """ValueError, quoting the values, unless 1 ≤ K ≤ E and M divides E."""
-    if world < 1 or num_experts < 1 or num_experts % world:
-        raise ValueError(f"{num_experts} experts cannot be shared equally by {world} ranks: E must be a multiple of M")
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k {top_k} with {num_experts} experts: expected 1 to {num_experts}")
-
-
-def _check_policy(policy: str) -> None:
-    if policy not in POLICIES:
-        raise ValueError(f"unknown capacity policy {policy!r}: expected one of {', '.join(POLICIES)}")
+def _check(capacity: CapacityConfig, *, top_k: int, world: int, num_experts: int) -> None:
+    one_of("capacity.policy", capacity.policy, POLICIES)
+    check_shape(num_experts=num_experts, top_k=top_k, hidden_size=1, ep=world)  # routing does not know D
 
 
 def _check_topk(topk_idx: Tensor, num_experts: int) -> None:
@@ -230,7 +217,7 @@ def _check_topk(topk_idx: Tensor, num_experts: int) -> None:
         raise ValueError(f"topk_idx has shape {tuple(topk_idx.shape)}; expected [T, K]")
     if topk_idx.dtype.is_floating_point or topk_idx.dtype.is_complex or topk_idx.dtype == torch.bool:
         raise ValueError(f"topk_idx has dtype {topk_idx.dtype}; expected an integer dtype")
-    check_routing(top_k=topk_idx.shape[1], world=1, num_experts=num_experts)
+    check_shape(num_experts=num_experts, top_k=topk_idx.shape[1], hidden_size=1, ep=1)
 
 
 def _flat_ids(topk_idx: Tensor, num_experts: int) -> Tensor:
