@@ -1,0 +1,15 @@
+"""Expert computation over expert-contiguous rows: grouped linear maps, activations and the grouped expert MLP."""
+
+from .activation import Activation, weighted_activation
+from .grouped_linear import SavedRows, grouped_linear
+from .mlp import GroupedMLP, WeightAt, grouped_mlp
+
+__all__ = [
+    "Activation",
+    "GroupedMLP",
+    "SavedRows",
+    "WeightAt",
+    "grouped_linear",
+    "grouped_mlp",
+    "weighted_activation",
+]

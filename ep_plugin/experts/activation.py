@@ -1,0 +1,184 @@
+"""What happens between the up and the down projection of an expert: activation, gate, router weight.
+
+Legend: R rows, F expert width, G = 2F for a gated activation, else F.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .groups import acc_dtype, valid_rows, zero_padding
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return torch.square(F.relu(x))
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+# Names as trainers' configs spell them; several names of one function are common.
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "relu2": _relu_squared,
+    "relu_squared": _relu_squared,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "identity": _identity,
+    "linear": _identity,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An expert's activation: up-projection output [R, G] → hidden [R, F].
+
+    gated: act(min(gate, limit)) · (clamp(up, ±limit) + up_offset); not gated: act(x).
+
+    Args:
+        name: the function's name, for example "silu", "gelu", "gelu_pytorch_tanh", "relu2".
+        gated: the up projection gives a gate and an up half.
+        interleaved: gate and up alternate column by column; otherwise the gate half comes first.
+        limit: clamp of gate (from above) and up (both sides); None = no clamp.
+        up_offset: added to the up half after the clamp.
+        function: an elementwise differentiable callable that takes the place of the named one (any entry of
+            transformers' ACT2FN). Trainable parameters inside are refused: they would get no gradient.
+        whole: a callable [R, G] → [R, F] that takes the place of everything above, for a model with a gate of its own.
+    """
+
+    name: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    limit: float | None = None
+    up_offset: float = 0.0
+    function: Callable[[Tensor], Tensor] | None = None
+    whole: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.function is None and self.whole is None and self.name not in _FUNCTIONS:
+            raise ValueError(f"activation {self.name!r} is unknown; known: {', '.join(_FUNCTIONS)}; or pass function=")
+        if not self.gated and (self.interleaved or self.limit is not None or self.up_offset):
+            raise ValueError(
+                f"interleaved={self.interleaved}, limit={self.limit} and up_offset={self.up_offset} need gated=True"
+            )
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"limit={self.limit} must be positive, or None for no clamp")
+        for called in (self.function, self.whole):
+            if isinstance(called, torch.nn.Module) and any(p.requires_grad for p in called.parameters()):
+                raise ValueError(f"activation {called} has trainable parameters, which would get no gradient here")
+
+    @classmethod
+    def clamped_swiglu(cls, *, alpha: float = 1.702, limit: float | None = 7.0, interleaved: bool = True) -> Activation:
+        """gpt_oss: g·sigmoid(alpha·g)·(u+1), g = min(gate, limit), u = clamp(up, ±limit), columns interleaved."""
+        function = partial(_scaled_swish, alpha=alpha)
+        return cls("clamped_swiglu", True, interleaved, limit, up_offset=1.0, function=function)
+
+    @property
+    def inputs_per_output(self) -> int:
+        """G / F: 2 if gated, else 1."""
+        return 2 if self.gated else 1
+
+    def __call__(self, up: Tensor) -> Tensor:
+        """[R, G] → [R, F] in the dtype of `up`; plain differentiable torch operations."""
+        if self.whole is not None:
+            return self.whole(up)
+        function = self.function if self.function is not None else _FUNCTIONS[self.name]
+        if not self.gated:
+            return function(up)
+        gate, linear = (up[..., ::2], up[..., 1::2]) if self.interleaved else up.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate = gate.clamp(max=self.limit)
+            linear = linear.clamp(min=-self.limit, max=self.limit)
+        if self.up_offset:
+            linear = linear + self.up_offset
+        return function(gate) * linear
+
+
+def _scaled_swish(x: Tensor, alpha: float) -> Tensor:
+    return x * torch.sigmoid(alpha * x)
+
+
+def hidden_rows(up: Tensor, weights: Tensor | None, activation: Activation) -> Tensor:
+    """activation(up) · weights in acc dtype, rounded once. up [R, G], weights [R] or None → [R, F], dtype of `up`."""
+    hidden = activation(up.to(acc_dtype(up.dtype)))
+    if weights is not None:
+        hidden = hidden * weights[:, None].to(hidden.dtype)
+    return hidden.to(up.dtype)
+
+
+def weighted_activation(
+    up: Tensor, weights: Tensor | None, offsets: Tensor, activation: Activation, *, num_rows: int | None = None
+) -> Tensor:
+    """h[r] = activation(up[r]) · weights[r], computed in acc dtype and rounded once.
+
+    up [R, G], weights [R] or None, offsets int64 [E_l+1] → [R, F] in the dtype of `up`. Keeps `up` and `weights` alone
+    for backward and computes the activation again there. dweights[r] = ⟨dh[r], activation(up[r])⟩ in acc dtype, zero on
+    padding. Padding rows of h and of the gradient of `up` are zero where the host knows the number of rows.
+    """
+    return _WeightedActivation.apply(up, weights, offsets, activation, num_rows)
+
+
+class _WeightedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, up: Tensor, weights: Tensor | None, offsets: Tensor, activation: Activation, num_rows: int | None
+    ) -> Tensor:
+        ctx.activation, ctx.num_rows = activation, num_rows
+        ctx.save_for_backward(up, weights, offsets)
+        total, valid = up.shape[0], valid_rows(offsets, num_rows, up.shape[0])
+        with torch.autocast(up.device.type, enabled=False):
+            hidden = hidden_rows(up[:valid], None if weights is None else weights[:valid], activation)
+        return _padded(hidden, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
+        up, weights, offsets = ctx.saved_tensors
+        total, valid = up.shape[0], valid_rows(offsets, ctx.num_rows, up.shape[0])
+        dup = dweights = None
+        with torch.autocast(up.device.type, enabled=False):
+            up_acc = up[:valid].detach().to(acc_dtype(up.dtype))
+            dhidden = dhidden[:valid].to(up_acc.dtype)
+            with torch.enable_grad():
+                up_acc.requires_grad_(ctx.needs_input_grad[0])
+                hidden = ctx.activation(up_acc)
+            if ctx.needs_input_grad[1]:
+                dots = _padded((dhidden * hidden.detach()).sum(-1), total)
+                dweights = zero_padding(dots, offsets).to(weights.dtype)
+            if ctx.needs_input_grad[0]:
+                grad = dhidden if weights is None else dhidden * weights[:valid, None].to(dhidden.dtype)
+                (dup,) = torch.autograd.grad(hidden, up_acc, grad)
+                dup = _padded(dup.to(up.dtype), total)
+        return dup, dweights, None, None, None
+
+
+def _padded(part: Tensor, total: int) -> Tensor:
+    """`part` with zero rows up to `total`; `part` itself if it is full."""
+    if part.shape[0] == total:
+        return part
+    out = part.new_empty(total, *part.shape[1:])
+    out[: part.shape[0]] = part
+    out[part.shape[0] :].zero_()
+    return out

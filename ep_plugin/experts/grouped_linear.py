@@ -1,0 +1,264 @@
+"""A linear map per expert over expert-contiguous rows, with its own backward.
+
+Legend: R rows (padding included), E_l local experts, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .groups import GroupedMM, Groups, HostLoop, acc_dtype, column, grouped_mm_refusal, valid_rows, zero_padding
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "loop", "grouped_mm"]
+_BACKENDS = ("auto", "loop", "grouped_mm")
+_said: set[str] = set()
+
+
+class SavedRows(Protocol):
+    """What to keep for backward instead of the rows. Implementations are dataclasses with a field `tensors`.
+
+    `tensors` go through autograd's saved tensors, so that checkpointing and offloading see them; the object itself is
+    kept with `tensors=()`. So `rows` must use what it is given and hold no tensor of its own.
+    """
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+    def rows(self, tensors: tuple[Tensor, ...], num_rows: int) -> Tensor:
+        """The rows again, bit-equal, at least [num_rows, K]."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of one call that autograd does not see."""
+
+    transposed: bool
+    num_rows: int | None
+    saved_rows: SavedRows | None
+    out: Tensor | None
+    backend: str
+    dtype: torch.dtype  # of the products: autocast's dtype under autocast, else that of the rows
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    bias_weight: Tensor | None = None,
+    transposed: bool = False,
+    num_rows: int | None = None,
+    saved_rows: SavedRows | None = None,
+    out: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """y[r] = (row_weight[r] · rows[r]) @ weight[e]ᵀ + bias_weight[r] · bias[e] for the expert e that owns row r.
+
+    Args:
+        rows: [R, K] expert-contiguous; rows past offsets[-1] are padding and are not read.
+        weight: [E_l, N, K], or [E_l, K, N] if `transposed`.
+        offsets: int64 [E_l+1] on the device of the rows; expert e owns rows offsets[e] … offsets[e+1]−1.
+        bias: [E_l, N] or None.
+        row_weight: [R] in acc dtype: rows are multiplied in acc dtype and rounded once before the product (None: 1).
+        bias_weight: [R] in acc dtype: factor of the bias per row (None: 1).
+        num_rows: offsets[-1] if the host knows it.
+        saved_rows: keeps these tensors for backward and recreates the rows there; None keeps `rows` itself, uncopied.
+        out: written in place and returned (its first R rows), for example in symmetric memory; it must not require a
+            gradient. Its padding rows keep what they held. The grouped GEMM takes no output argument, so `grouped_mm`
+            copies into it once.
+        backend: "loop" = one GEMM per expert, on a GPU with a host sync for the offsets; "grouped_mm" = torch's grouped
+            GEMM (no host sync; on CUDA bfloat16 from compute capability 9.0); "auto" = the loop on CPU, grouped_mm on
+            CUDA where it can, else the loop, said once in the log.
+
+    Returns [R, N] in the dtype of `out`, or of the product. Padding rows are zero in a new result and in the gradient
+    of `rows` where the host knows the number of rows (always on CPU); with `num_rows=None` on a GPU they are
+    unspecified. They are zero in the gradients of the row weights everywhere.
+
+    Under autocast the product runs in autocast's dtype, like torch.nn.functional.linear. Kept for backward: `rows` (or
+    `saved_rows.tensors`), the parameters, offsets and weights, each only if a gradient needs it. An expert without rows
+    gets a zero gradient, never none. Twice differentiable it is not.
+
+    Raises ValueError for shapes, dtypes, offsets or a backend that do not fit, quoting them.
+    """
+    dtype = _product_dtype(rows, weight)
+    _check(rows, weight, offsets, bias, row_weight, bias_weight, transposed, out, dtype)
+    call = _Call(transposed, num_rows, saved_rows, out, _choose(backend, rows, weight, dtype), dtype)
+    return _GroupedLinear.apply(rows, weight, bias, row_weight, bias_weight, offsets, call)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        row_weight: Tensor | None,
+        bias_weight: Tensor | None,
+        offsets: Tensor,
+        call: _Call,
+    ) -> Tensor:
+        needs = ctx.needs_input_grad
+        ctx.transposed, ctx.num_rows, ctx.backend, ctx.dtype = call.transposed, call.num_rows, call.backend, call.dtype
+        ctx.rows_like = (rows.shape, rows.dtype)
+        ctx.rebuild = None
+        keep_rows = needs[1] or needs[3]
+        rows_kept: tuple[Tensor, ...] = (rows,) if keep_rows else ()
+        if keep_rows and call.saved_rows is not None:
+            rows_kept = tuple(call.saved_rows.tensors)
+            ctx.rebuild = dataclasses.replace(call.saved_rows, tensors=())  # type: ignore[type-var]
+        ctx.save_for_backward(
+            offsets,
+            weight if needs[0] or needs[3] else None,
+            bias if needs[4] else None,
+            row_weight if needs[0] or needs[1] else None,
+            bias_weight if needs[2] else None,
+            *rows_kept,
+        )
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (weight, bias, row_weight, bias_weight))
+
+        with torch.autocast(rows.device.type, enabled=False):
+            groups = _groups(call.backend, offsets, call.num_rows, rows.shape[0])
+            out = None if call.out is None else call.out[: rows.shape[0]].detach()
+            target = out if out is not None and out.dtype == call.dtype else None
+            matrices = weight.to(call.dtype) if call.transposed else weight.to(call.dtype).transpose(1, 2)
+            y = groups.matmul(_weighted(rows, row_weight, groups.valid, call.dtype), matrices, target)
+            if bias is not None:
+                groups.add_bias(y, bias.to(call.dtype), column(bias_weight, acc_dtype(call.dtype)))
+            if out is None:
+                return y
+            if target is None:
+                out[: groups.valid].copy_(y[: groups.valid])
+            return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, weight, bias, row_weight, bias_weight, *rows_kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        weight_dtype, bias_dtype, row_weight_dtype, bias_weight_dtype = ctx.dtypes
+        (total, _), rows_dtype = ctx.rows_like
+        drows = dweight = dbias = drow_weight = dbias_weight = None
+        acc = acc_dtype(ctx.dtype)
+
+        with torch.autocast(dy.device.type, enabled=False):
+            groups = _groups(ctx.backend, offsets, ctx.num_rows, total)
+            dy = dy.to(ctx.dtype)
+            if needs[1] or needs[3]:
+                rows: Tensor = rows_kept[0] if ctx.rebuild is None else ctx.rebuild.rows(tuple(rows_kept), groups.valid)
+            if needs[1]:
+                weighted = _weighted(rows, row_weight, groups.valid, ctx.dtype)
+                pair = (weighted, dy[: weighted.shape[0]])
+                dweight = groups.outer(*(pair if ctx.transposed else pair[::-1])).to(weight_dtype)
+                del weighted, pair
+            if needs[0] or needs[3]:
+                matrices = weight.to(ctx.dtype).transpose(1, 2) if ctx.transposed else weight.to(ctx.dtype)
+                dproduct = groups.matmul(dy, matrices)
+                if needs[3]:
+                    valid = groups.valid
+                    drow_weight = torch.zeros(total, dtype=acc, device=dy.device)
+                    drow_weight[:valid] = (dproduct[:valid].to(acc) * rows[:valid].to(acc)).sum(-1)
+                    drow_weight = zero_padding(drow_weight, offsets).to(row_weight_dtype)
+                if needs[0]:
+                    drows = _weighted(dproduct, row_weight, groups.valid, rows_dtype)
+            if needs[2]:
+                dbias = groups.sum(dy, column(bias_weight, acc)).to(bias_dtype)
+            if needs[4]:
+                dbias_weight = groups.dot_bias(dy, bias).to(bias_weight_dtype)
+        return drows, dweight, dbias, drow_weight, dbias_weight, None, None
+
+
+def _weighted(rows: Tensor, row_weight: Tensor | None, valid: int, dtype: torch.dtype) -> Tensor:
+    """rows [R, ·] in `dtype`, times row_weight [R] in acc dtype, rounded once; `rows` itself if nothing changes."""
+    if row_weight is None and rows.dtype == dtype:
+        return rows
+    out = rows.new_empty(rows.shape, dtype=dtype)
+    out[valid:].zero_()
+    part = rows[:valid]
+    if row_weight is not None:
+        acc = torch.promote_types(acc_dtype(rows.dtype), acc_dtype(dtype))
+        part = part.to(acc) * row_weight[:valid, None].to(acc)
+    out[:valid] = part
+    return out
+
+
+def _groups(backend: str, offsets: Tensor, num_rows: int | None, total: int) -> Groups:
+    valid = valid_rows(offsets, num_rows, total)
+    return HostLoop(offsets, valid) if backend == "loop" else GroupedMM(offsets, valid)
+
+
+def _product_dtype(rows: Tensor, weight: Tensor) -> torch.dtype:
+    device = rows.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (rows.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    return rows.dtype
+
+
+def _choose(backend: str, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> str:
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(_BACKENDS)}")
+    if backend == "loop" or (backend == "auto" and rows.device.type == "cpu"):
+        return "loop"
+    refusal = grouped_mm_refusal(rows, weight, dtype)
+    if refusal is None:
+        return "grouped_mm"
+    if backend == "grouped_mm":
+        raise ValueError(f"{refusal}; backend='loop' takes these rows")
+    if refusal not in _said:
+        _said.add(refusal)
+        logger.warning("experts run one GEMM per expert, with a host sync for the offsets: %s", refusal)
+    return "loop"
+
+
+def _check(
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_weight: Tensor | None,
+    bias_weight: Tensor | None,
+    transposed: bool,
+    out: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    if rows.dim() != 2 or weight.dim() != 3:
+        raise ValueError(f"rows must be [R, K] and weight 3D, got {tuple(rows.shape)} and {tuple(weight.shape)}")
+    experts, outputs, inputs = weight.shape
+    if transposed:
+        inputs, outputs = outputs, inputs
+    if rows.shape[1] != inputs:
+        layout = "[E_l, K, N]" if transposed else "[E_l, N, K]"
+        raise ValueError(f"rows have {rows.shape[1]} columns, weight {layout} = {tuple(weight.shape)} takes {inputs}")
+    if offsets.dtype != torch.int64 or offsets.shape != (experts + 1,) or offsets.device != rows.device:
+        raise ValueError(
+            f"offsets must be int64 [{experts + 1}] on {rows.device}, "
+            f"got {offsets.dtype} {list(offsets.shape)} on {offsets.device}"
+        )
+    if bias_weight is not None and bias is None:
+        raise ValueError("bias_weight is given without a bias")
+    if dtype == rows.dtype and weight.dtype != dtype and not torch.is_autocast_enabled(rows.device.type):
+        raise ValueError(f"rows are {rows.dtype} and weight is {weight.dtype}; outside autocast they must be alike")
+    shapes: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("bias", bias, (experts, outputs)),
+        ("row_weight", row_weight, (rows.shape[0],)),
+        ("bias_weight", bias_weight, (rows.shape[0],)),
+    ]
+    for name, tensor, shape in shapes:
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+    if out is not None:
+        if out.dim() != 2 or out.shape[1] != outputs or out.shape[0] < rows.shape[0]:
+            raise ValueError(f"out must be at least [{rows.shape[0]}, {outputs}], got {list(out.shape)}")
+        if out.requires_grad:
+            raise ValueError("out must not require a gradient: it is where the result is written, not an input")
