@@ -22,7 +22,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ep_plugin.config import POLICIES, CapacityConfig, check_shape, one_of
+from .config import POLICIES, CapacityConfig, check_shape, one_of
 
 MAX_ROWS = 2**31 - 1  # destination rows are int32
 
