@@ -99,6 +99,8 @@ def check_shape(*, num_experts: int, top_k: int, hidden_size: int, ep: int) -> N
             raise ValueError(f"{name}={value} must be at least 1")
     if num_experts % ep:
         fits = [d for d in range(1, num_experts + 1) if num_experts % d == 0]
-        raise ValueError(f"num_experts={num_experts} is not divisible by the EP degree {ep}; degrees that divide it: {fits}")
+        raise ValueError(
+            f"num_experts={num_experts} is not divisible by the EP degree {ep}; degrees that divide it: {fits}"
+        )
     if top_k > num_experts:
         raise ValueError(f"top_k={top_k} is larger than num_experts={num_experts}")

@@ -1,0 +1,65 @@
+"""Dispatchers: move token rows to the ranks that store their experts, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import EPConfig, check_shape
+from ..heap import open_heap
+from .base import Dispatched, Dispatcher, Rebuild, RouteState
+from .block import BlockDispatcher
+from .local import LocalDispatcher
+from .rowwise import RowwiseDispatcher
+
+__all__ = ["Dispatched", "Dispatcher", "Rebuild", "RouteState", "build_dispatcher"]
+
+
+def build_dispatcher(
+    config: EPConfig,
+    *,
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> Dispatcher[Any]:
+    """The dispatcher that ``config`` names, for one layer shape; collective over ``group`` (the EP_MP group; None: WORLD).
+
+    ``num_experts`` E of the whole group, ``top_k`` K, ``hidden_size`` D, ``dtype`` of the rows. Raises ``ValueError`` for settings or
+    shapes that do not fit, before anything is made.
+    """
+    config.validate()
+    device = torch.device(device)
+    if config.dispatcher == "local":
+        return LocalDispatcher(
+            config,
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            dtype=dtype,
+            device=device,
+            rank=0,
+            world=1,
+        )
+    if not dist.is_initialized():
+        raise ValueError(
+            f"dispatcher={config.dispatcher!r} needs torch.distributed; start with torchrun, or use 'local'"
+        )
+    kwargs: dict[str, Any] = dict(
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        dtype=dtype,
+        device=device,
+        rank=dist.get_rank(group),
+        world=dist.get_world_size(group),
+    )
+    check_shape(num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, ep=kwargs["world"])
+    if config.dispatcher == "block":
+        return BlockDispatcher(config, group=group, **kwargs)
+    heap = open_heap(config.heap, group, device, config.timeout_s)
+    return RowwiseDispatcher(config, heap=heap, **kwargs)

@@ -7,20 +7,23 @@ R rows received, T_max = the most tokens a source may have.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..config import EPConfig, check_shape
+from ..kernels.reduce import accumulation_dtype
 from ..routing import RouteMap, drop_metrics
 
 
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of rows are taken in: float64 for float64 rows, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def span(name: str) -> torch.profiler.record_function:
+    """A named range in a profile; the benchmarks read the time of each phase from these."""
+    return torch.profiler.record_function(f"ep/{name}")
 
 
 @dataclass
@@ -32,6 +35,15 @@ class Rebuild:
 
     tensors: tuple[Tensor, ...]
     rows: Callable[[tuple[Tensor, ...], int | None], Tensor]
+
+
+@dataclass
+class Arrived:
+    """What ``send`` has beside the rows; see ``Dispatched``."""
+
+    route_of_row: Tensor | None = None
+    rebuild: Rebuild | None = None
+    output: Tensor | None = None
 
 
 @dataclass
@@ -49,7 +61,7 @@ class Dispatched:
     weights: Tensor
     offsets: Tensor
     num_rows: int | None
-    route_of_row: Tensor
+    route_of_row: Tensor | None = None
     rebuild: Rebuild | None = None
     output: Tensor | None = None
 
@@ -63,15 +75,38 @@ class Dispatched:
 class RouteState:
     """Everything one (layer, microbatch) needs between plan and the end of its backward. Dispatchers subclass it.
 
-    It holds no tensor that carries gradient: those travel through arguments and returns.
+    It holds no tensor that carries gradient: those travel through arguments and returns. Autograd saves ``tensors()`` and makes
+    the state again from them, so that activation checkpointing drops and recomputes it like any other saved tensor.
     """
 
-    map: RouteMap
     layer: str
-    num_tokens: int
+    map: RouteMap
+
+    @property
+    def num_tokens(self) -> int:
+        """T of this rank."""
+        return self.map.dest_rank.shape[0]
+
+    @property
+    def num_rows(self) -> int | None:
+        """R where the host knows it."""
+        return int(self.map.offsets[-1]) if self.map.offsets.device.type == "cpu" else None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What backward needs."""
+        m = self.map
+        return (m.dest_rank, m.dest_row, m.counts, m.accepted, m.tokens, m.offsets)
+
+    @classmethod
+    def restore(cls, layer: str, tensors: tuple[Tensor, ...]) -> RouteState:
+        """The inverse of ``tensors``."""
+        return cls(layer, RouteMap(*tensors))
 
 
-class Dispatcher(ABC):
+StateT = TypeVar("StateT", bound=RouteState)
+
+
+class Dispatcher(ABC, Generic[StateT]):
     """Moves token rows to the ranks that store their experts and back.
 
     The three calls of one step are ``plan``, ``dispatch`` and ``combine``; all ranks of the EP_MP group make the same calls in the
@@ -106,7 +141,7 @@ class Dispatcher(ABC):
         if topk_idx.dtype.is_floating_point or topk_idx.dtype == torch.bool:
             raise ValueError(f"topk_idx has dtype {topk_idx.dtype}; expected an integer dtype")
 
-    def check_rows(self, state: RouteState, x: Tensor, topk_weight: Tensor) -> None:
+    def check_rows(self, state: StateT, x: Tensor, topk_weight: Tensor) -> None:
         """``ValueError`` quoting what does not fit the plan in ``x`` [T, D] or ``topk_weight`` [T, K]."""
         if x.shape != (state.num_tokens, self.hidden_size):
             raise ValueError(
@@ -122,28 +157,78 @@ class Dispatcher(ABC):
             raise ValueError(f"topk_weight has dtype {topk_weight.dtype}; expected a floating-point dtype")
 
     @abstractmethod
-    def plan(self, topk_idx: Tensor, *, layer: str = "") -> RouteState:
+    def plan(self, topk_idx: Tensor, *, layer: str = "") -> StateT:
         """Exchange counts and build the route map.
 
         ``topk_idx`` integer [T, K] of global expert ids, −1 for no route; a token may name an expert twice; T may differ between
         ranks and be 0. ``layer`` names the caller in errors and traces. Raises ``ValueError`` for an id outside [−1, E).
         """
 
-    @abstractmethod
-    def dispatch(self, state: RouteState, x: Tensor, topk_weight: Tensor) -> Dispatched:
-        """Move ``x`` [T, D] to its experts. Differentiable in ``x`` and ``topk_weight`` [T, K] (any float dtype)."""
+    def dispatch(self, state: StateT, x: Tensor, topk_weight: Tensor) -> Dispatched:
+        """Move ``x`` [T, D] to its experts. Differentiable in ``x`` and ``topk_weight`` [T, K] (any float dtype).
 
-    @abstractmethod
-    def combine(self, state: RouteState, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sum expert outputs ``y`` [R, D] back into token order, [T, D].
+        Raises ``ValueError`` for shapes or dtypes that do not fit the plan.
+        """
+        with self.guard("dispatch", state.layer):
+            self.check_rows(state, x, topk_weight)
+            arrived = Arrived()
+            rows, weights = DispatchRows.apply(x, topk_weight, self, state, arrived)
+            return Dispatched(rows, weights, state.map.offsets, state.num_rows, **vars(arrived))
+
+    def combine(self, state: StateT, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum expert outputs ``y`` [R, D] back into token order, [T, D]. Differentiable in ``y`` and ``weights``.
 
         ``weights``: ``Dispatched.weights`` under ``weight_at='output'``, ``topk_weight`` under ``'source'``, else None (the
-        experts applied them). A (token, rank) partial is summed in ``acc_dtype`` in ascending k and rounded once to the dtype of the rows;
-        partials are summed in ``acc_dtype`` in ascending rank and rounded once.
+        experts applied them). A (token, rank) partial is summed in float32 (float64 for float64 rows) in ascending k and rounded
+        once to the rows' dtype; partials are summed likewise in ascending rank and rounded once.
         """
+        with self.guard("combine", state.layer):
+            self.check_combine(state, y, weights)
+            out: Tensor = CombineRows.apply(y, weights, self, state)
+            return out
 
-    def check_combine(self, state: RouteState, weights: Tensor | None) -> None:
-        """``ValueError`` when ``weights`` is missing where ``weight_at`` needs it, or given where it would count twice."""
+    @contextmanager
+    def guard(self, phase: str, layer: str) -> Iterator[None]:
+        """Around every step: names it in a trace, and tells the peers when this rank fails in it."""
+        with span(f"{phase}/{layer}" if layer else phase):
+            try:
+                yield
+            except BaseException as error:
+                self.fail(phase, layer, error)
+                raise
+
+    def fail(self, phase: str, layer: str, error: BaseException) -> None:
+        """Stop the peers, who would otherwise wait for this rank. The base has no peers to tell."""
+
+    # One movement of rows for each direction; dispatchers implement these four.
+
+    @abstractmethod
+    def send(self, state: StateT, x: Tensor, topk_weight: Tensor, arrived: Arrived) -> tuple[Tensor, Tensor]:
+        """Dispatch forward: rows [R, D] and weights [R]; fills ``arrived``."""
+
+    @abstractmethod
+    def give_back(self, state: StateT, y: Tensor, weights: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """Combine forward: [T, D], and, if ``keep``, every route's row [T, K, D] for the weight's gradient at the source."""
+
+    @abstractmethod
+    def send_grad(self, state: StateT, grad: Tensor, scale: Tensor | None) -> Tensor:
+        """Combine backward: the gradient [T, D] of each row's token (times ``scale`` [T, K]), [R, D]."""
+
+    @abstractmethod
+    def return_grad(
+        self, state: StateT, grad_rows: Tensor | None, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Dispatch backward: gradients of x [T, D] and of topk_weight [T, K] from those of rows [R, D] and weights [R]."""
+
+    def check_combine(self, state: StateT, y: Tensor, weights: Tensor | None) -> None:
+        """``ValueError`` when ``y`` does not fit, or ``weights`` is missing or would count twice under ``weight_at``."""
+        rows = state.num_rows
+        if y.dim() != 2 or y.shape[1] != self.hidden_size or (rows is not None and y.shape[0] != rows):
+            raise ValueError(
+                f"y has shape {tuple(y.shape)}; expected [{'R' if rows is None else rows}, {self.hidden_size}]"
+            )
+        if y.dtype != self.dtype:
+            raise ValueError(f"y has dtype {y.dtype}; this dispatcher was built for {self.dtype}")
         needed = self.config.weight_at in ("output", "source")
         if needed != (weights is not None):
             raise ValueError(
@@ -151,7 +236,7 @@ class Dispatcher(ABC):
                 " 'output' takes Dispatched.weights, 'source' takes topk_weight, 'hidden' and 'input' take None"
             )
 
-    def metrics(self, state: RouteState) -> dict[str, Tensor]:
+    def metrics(self, state: StateT) -> dict[str, Tensor]:
         """Device tensors of one step: drop_rate, expert_load, buffer use (``routing.drop_metrics``)."""
         return drop_metrics(state.map)
 
@@ -161,3 +246,65 @@ class Dispatcher(ABC):
 
     def close(self) -> None:
         """Release what was made collectively; called on all ranks in the same order. Idempotent."""
+
+
+class DispatchRows(torch.autograd.Function):
+    """Rows out; gradients of rows and of their weights back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, topk_weight: Tensor, dispatcher: Dispatcher[Any], state: RouteState, arrived: Arrived
+    ) -> tuple[Tensor, Tensor]:
+        rows, weights = dispatcher.send(state, x.detach(), topk_weight.detach(), arrived)
+        ctx.dispatcher, ctx.layer, ctx.kind, ctx.weight_dtype = dispatcher, state.layer, type(state), topk_weight.dtype
+        ctx.save_for_backward(*state.tensors())
+        return rows, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
+        dispatcher: Dispatcher[Any] = ctx.dispatcher
+        with dispatcher.guard("dispatch backward", ctx.layer):
+            need_x, need_weight = ctx.needs_input_grad[:2]
+            state = ctx.kind.restore(ctx.layer, ctx.saved_tensors)
+            grad_x, grad_weight = dispatcher.return_grad(
+                state, grad_rows if need_x else None, grad_weights if need_weight else None
+            )
+            return grad_x, None if grad_weight is None else grad_weight.to(ctx.weight_dtype), None, None, None
+
+
+class CombineRows(torch.autograd.Function):
+    """Sums out; gradients of expert outputs, and of the weights where combine applied them, back."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, dispatcher: Dispatcher[Any], state: RouteState) -> Tensor:
+        at_source = dispatcher.config.weight_at == "source"
+        keep = at_source and weights is not None and ctx.needs_input_grad[1]
+        out, gathered = dispatcher.give_back(state, y.detach(), None if weights is None else weights.detach(), keep)
+        ctx.dispatcher, ctx.layer, ctx.kind, ctx.at_source = dispatcher, state.layer, type(state), at_source
+        saved = (weights, gathered if at_source else y) if weights is not None else ()
+        ctx.save_for_backward(*state.tensors(), *saved)
+        ctx.extra = len(saved)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dispatcher: Dispatcher[Any] = ctx.dispatcher
+        with dispatcher.guard("combine backward", ctx.layer):
+            tensors = ctx.saved_tensors
+            state = ctx.kind.restore(ctx.layer, tensors[: len(tensors) - ctx.extra])
+            grad = grad.contiguous()
+            if not ctx.extra:
+                return dispatcher.send_grad(state, grad, None), None, None, None
+            weights, kept = tensors[-2:]
+            acc = accumulation_dtype(grad.dtype)
+            if ctx.at_source:
+                grad_y = dispatcher.send_grad(state, grad, weights.to(acc))
+                if kept is None:
+                    return grad_y, None, None, None
+                grad_w = (kept.to(acc) * grad.to(acc).unsqueeze(1)).sum(2)
+                return grad_y, grad_w.to(weights.dtype), None, None
+            rows = dispatcher.send_grad(state, grad, None).to(acc)
+            grad_y = (rows * weights.unsqueeze(1)).to(grad.dtype)
+            return grad_y, (rows * kept.to(acc)).sum(1).to(weights.dtype), None, None

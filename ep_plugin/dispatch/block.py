@@ -1,0 +1,165 @@
+"""Block all-to-all (report, section 5.3): pack by peer, exchange one block per peer, reorder by expert; and back.
+
+It is the synchronized path: block lengths become host lists before the exchange. Works with gloo and NCCL.
+
+Legend: T local tokens, K routes per token, M ranks, E_l experts of a rank, N rows sent (accepted routes), R rows received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.fan_out import fan_out_torch
+from ..kernels.reduce import accumulation_dtype, sum_routes_torch
+from ..routing import RouteMap, build_route_map, count_routes
+from .base import Arrived, Dispatcher, RouteState, span
+
+
+@dataclass
+class BlockState(RouteState):
+    """Adds what packing needs.
+
+    ``send_routes`` int64 [N]: the route t·K+k of each sent row, in (expert, t·K+k) order; ``recv_order`` int64 [R]: the received row
+    (source, expert) of each expert row (expert, source), None where the orders agree; ``sizes`` int64 [2, M] on the host: rows
+    sent to and received from every rank.
+    """
+
+    send_routes: Tensor
+    recv_order: Tensor | None
+    sizes: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.sizes[1].sum())
+
+    def tensors(self) -> tuple[Any, ...]:
+        return (*super().tensors(), self.send_routes, self.recv_order, self.sizes)
+
+    @classmethod
+    def restore(cls, layer: str, tensors: tuple[Any, ...]) -> BlockState:
+        return cls(layer, RouteMap(*tensors[:6]), *tensors[6:])
+
+
+class BlockDispatcher(Dispatcher[BlockState]):
+    """``dispatcher='block'`` over ``group`` (None: WORLD)."""
+
+    name = "block"
+
+    def __init__(self, *args: Any, group: dist.ProcessGroup | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+        self.bytes_sent = 0
+
+    def plan(self, topk_idx: Tensor, *, layer: str = "") -> BlockState:
+        with self.guard("plan", layer):
+            self.check_routes(topk_idx)
+            own = torch.cat(
+                [count_routes(topk_idx, self.num_experts), topk_idx.new_tensor([topk_idx.shape[0]], dtype=torch.int64)]
+            )
+            table = own.new_empty((self.world, own.numel()))
+            dist.all_gather(list(table), own, group=self.group)
+            counts, tokens = table[:, :-1].contiguous(), table[:, -1].contiguous()
+            route_map = build_route_map(topk_idx, counts, tokens, rank=self.rank, capacity=self.config.capacity)
+            return self._pack(layer, topk_idx, route_map)
+
+    def _pack(self, layer: str, topk_idx: Tensor, route_map: RouteMap) -> BlockState:
+        by_rank = route_map.accepted.view(self.world, self.world, self.num_local_experts)
+        sizes = torch.stack([by_rank[self.rank].sum(1), by_rank[:, self.rank].sum(1)]).cpu()  # the host split lists
+        expert = torch.where(route_map.dest_rank >= 0, topk_idx.to(torch.int64), self.num_experts).reshape(-1)
+        send_routes = torch.argsort(expert, stable=True)[: int(sizes[0].sum())]
+        recv_order = None
+        if self.num_local_experts > 1:
+            blocks = by_rank[:, self.rank]  # [source, expert], the order of arrival
+            expert_of_row = torch.arange(self.num_local_experts, device=blocks.device).repeat(self.world)
+            expert_of_row = expert_of_row.repeat_interleave(blocks.reshape(-1), output_size=int(sizes[1].sum()))
+            recv_order = torch.argsort(expert_of_row, stable=True)
+        return BlockState(layer, route_map, send_routes, recv_order, sizes)
+
+    def send(self, state: BlockState, x: Tensor, topk_weight: Tensor, arrived: Arrived) -> tuple[Tensor, Tensor]:
+        routes = state.send_routes
+        with span("local permute"):
+            rows = fan_out_torch(x, routes, self.top_k)
+        rows = self._to_experts(state, rows)
+        weights = topk_weight.to(accumulation_dtype(x.dtype)).reshape(-1, 1)[routes]
+        max_tokens = int(state.map.tokens.max())
+        ids = (routes + self.rank * max_tokens * self.top_k).unsqueeze(
+            1
+        )  # t·K+k of this source as (source·T_max + t)·K + k
+        meta = self._to_experts(state, torch.cat([ids.view(torch.uint8), weights.view(torch.uint8)], 1))
+        arrived.route_of_row = meta[:, :8].contiguous().view(torch.int64).squeeze(1)
+        return rows, meta[:, 8:].contiguous().view(weights.dtype).squeeze(1)
+
+    def give_back(
+        self, state: BlockState, y: Tensor, weights: Tensor | None, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = self._to_tokens(state, y)
+        index = self._sent_row(state)
+        if weights is not None:
+            acc = accumulation_dtype(y.dtype)
+            if self.config.weight_at == "output":
+                weights = self._by_route(state, self._to_tokens(state, weights.unsqueeze(1))).squeeze(2)
+            weights = weights.to(acc)
+        with span("local unpermute and merge"):
+            out = sum_routes_torch(rows, index, state.map.dest_rank, self.world, weights)
+        return out, self._by_route(state, rows) if keep else None
+
+    def send_grad(self, state: BlockState, grad: Tensor, scale: Tensor | None) -> Tensor:
+        routes = state.send_routes
+        scale = None if scale is None else scale.reshape(-1)[routes]
+        return self._to_experts(state, fan_out_torch(grad, routes, self.top_k, scale))
+
+    def return_grad(
+        self, state: BlockState, grad_rows: Tensor | None, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        grad_x = grad_weight = None
+        if grad_rows is not None:
+            rows = self._to_tokens(state, grad_rows)
+            grad_x = sum_routes_torch(rows, self._sent_row(state), state.map.dest_rank, self.world)
+        if grad_weights is not None:
+            grad_weight = self._by_route(state, self._to_tokens(state, grad_weights.unsqueeze(1))).squeeze(2)
+        return grad_x, grad_weight
+
+    def _to_experts(self, state: BlockState, rows: Tensor) -> Tensor:
+        """[N, …] in (expert, t·K+k) order → [R, …] in (expert, source, t·K+k) order on the expert ranks."""
+        received = self._exchange(rows, state.sizes[0], state.sizes[1])
+        if state.recv_order is None:
+            return received
+        with span("global permute"):
+            return received.index_select(0, state.recv_order)
+
+    def _to_tokens(self, state: BlockState, rows: Tensor) -> Tensor:
+        """The reverse of ``_to_experts``."""
+        if state.recv_order is not None:
+            with span("global unpermute"):
+                rows = torch.empty_like(rows).index_copy_(0, state.recv_order, rows)
+        return self._exchange(rows, state.sizes[1], state.sizes[0])
+
+    def _exchange(self, rows: Tensor, send_sizes: Tensor, recv_sizes: Tensor) -> Tensor:
+        with span("all-to-all"):
+            send, recv = send_sizes.tolist(), recv_sizes.tolist()
+            out = rows.new_empty((sum(recv), *rows.shape[1:]))
+            # As bytes: gloo knows no bfloat16.
+            dist.all_to_all_single(
+                out.view(torch.uint8), rows.contiguous().view(torch.uint8), recv, send, group=self.group
+            )
+            self.bytes_sent += (rows.shape[0] - send[self.rank]) * rows[:1].numel() * rows.element_size()
+            return out
+
+    def _sent_row(self, state: BlockState) -> Tensor:
+        """int64 [T, K]: the row of the send order that carries each route, −1 for none."""
+        index = torch.full_like(state.map.dest_row, -1, dtype=torch.int64)
+        index.view(-1)[state.send_routes] = torch.arange(state.send_routes.numel(), device=index.device)
+        return index
+
+    def _by_route(self, state: BlockState, rows: Tensor) -> Tensor:
+        """[T, K, …] from rows in send order [N, …], zero where there is no route."""
+        out = rows.new_zeros((state.num_tokens * self.top_k, *rows.shape[1:]))
+        return out.index_copy_(0, state.send_routes, rows).view(state.num_tokens, self.top_k, *rows.shape[1:])
+
+    def stats(self) -> dict[str, Any]:
+        return {"bytes_sent": self.bytes_sent}

@@ -1,0 +1,70 @@
+"""One MoE step: routes in, combined rows out. This is what adapters call.
+
+Legend: T local tokens, K routes per token, E_l experts of this rank, D hidden size, R rows received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .dispatch import Dispatched, Dispatcher, RouteState
+from .experts import WeightAt
+
+
+class Experts(Protocol):
+    """Experts of this rank over expert-contiguous rows; ``experts.GroupedMLP`` is one.
+
+    Takes the rows and where the router weight goes: under ``input`` and ``hidden`` it applies ``d.weights`` itself, under ``output``
+    and ``source`` the dispatcher does. Returns [R, D].
+    """
+
+    def __call__(self, d: Dispatched, weight_at: WeightAt) -> Tensor: ...
+
+
+class ForeignExperts:
+    """Experts of someone else as ``Experts``: ``fn(rows [R, D], expert_of_row int64 [R], weights [R] or None) -> [R, D]``.
+
+    ``expert_of_row`` counts this rank's experts from 0. ``weights`` is None where the dispatcher applies them. R is exact, which is a
+    host copy where the row count is only known on the device.
+    """
+
+    def __init__(self, fn: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
+        self.fn = fn
+
+    def __call__(self, d: Dispatched, weight_at: WeightAt) -> Tensor:
+        num_rows = int(d.offsets[-1]) if d.num_rows is None else d.num_rows
+        counts = d.tokens_per_expert
+        experts = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts, output_size=num_rows)
+        weights = d.weights[:num_rows] if weight_at in ("input", "hidden") else None
+        return self.fn(d.rows[:num_rows], experts, weights)
+
+
+def moe_step(
+    dispatcher: Dispatcher[Any],
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weight: Tensor,
+    experts: Experts,
+    *,
+    layer: str = "",
+    observe: Callable[[RouteState], None] | None = None,
+) -> Tensor:
+    """Dispatch ``x`` [T, D] by ``topk_idx`` [T, K] (−1: no route), run ``experts``, combine; gives [T, D].
+
+    Differentiable in ``x``, ``topk_weight`` [T, K] and the experts' parameters. ``layer`` names the caller in errors and traces;
+    ``observe`` is given the route state, for metrics. Raises ``ValueError`` for inputs that do not fit the dispatcher.
+    """
+    weight_at: WeightAt = dispatcher.config.weight_at  # type: ignore[assignment]  # validated
+    state = dispatcher.plan(topk_idx, layer=layer)
+    if observe is not None:
+        observe(state)
+    dispatched = dispatcher.dispatch(state, x, topk_weight)
+    with dispatcher.guard("experts", layer):
+        y = experts(dispatched, weight_at)
+    weights = {"output": dispatched.weights, "source": topk_weight}.get(weight_at)
+    del dispatched  # what backward does not keep is free before the way back
+    return dispatcher.combine(state, y, weights)
