@@ -1,8 +1,8 @@
 """Settings of the expert-parallel path, as dataclasses that Hydra reads as structured configs.
 
-``EPConfig.validate`` checks everything that can be known without a device or a process group and quotes the bad value; what
-depends on the machine (CUDA, peers, installed packages) is checked by ``heap.open_heap`` and ``dispatch.build_dispatcher``.
-"""
+``EPConfig.validate`` checks everything that can be known without a device or a process group and quotes the bad value;
+what depends on the machine (CUDA, peers, installed packages) is checked by ``heap.open_heap`` and
+``dispatch.build_dispatcher``."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
 class CapacityConfig:
     """How many routes an expert rank accepts (report, section 10.3 and Figure 16).
 
-    ``policy``: ``dropless`` accepts every route; ``rank`` accepts ceil(f·K·ΣT_r/M) rows per expert rank, later experts overflow
-    first; ``source`` gives every source ceil(f·K·T_r/M) rows on each expert rank; ``expert`` gives every source ceil(f·K·T_r/E)
-    rows of each expert. ``factor`` is f, taken as the exact decimal that was written. Under ``dropless`` it only sizes the buffers
-    where the row count is not known on the host.
-    """
+    ``policy``: ``dropless`` accepts every route; ``rank`` accepts ceil(f·K·ΣT_r/M) rows per expert rank, later experts
+    overflow first; ``source`` gives every source ceil(f·K·T_r/M) rows on each expert rank; ``expert`` gives every
+    source ceil(f·K·T_r/E) rows of each expert. ``factor`` is f, taken as the exact decimal that was written. Under
+    ``dropless`` it only sizes the buffers where the row count is not known on the host."""
 
     policy: str = "dropless"
     factor: float = 1.25
@@ -51,15 +50,15 @@ class CapacityConfig:
 class EPConfig:
     """One expert-parallel path.
 
-    ``dispatcher``: ``local`` (no EP), ``block`` (all-to-all of packed blocks, host split lists) or ``rowwise`` (one-sided rows on a
-    symmetric heap). ``form`` of rowwise: ``dedup`` sends a token once per expert rank, ``route`` once per route (the report's form).
-    ``heap``: the symmetric heap of rowwise. ``weight_at``: where the router weight is applied (``hidden`` before the down
-    projection, ``input`` before the up projection, ``output`` in the sum on the expert rank, ``source`` in the sum at the token).
-    ``max_tokens``: the most tokens a rank passes to one layer call; ``None`` sizes buffers from what is seen and grows them where
-    the row counts are visible on the host. ``slots``: payload buffers, one per forward in flight; ``None`` grows on demand (CPU).
-    ``timeout_s``: how long any wait for a peer lasts before it fails and stops the group. ``diagnostic_fill`` clears
-    (``zero``) or poisons (``nan``) every buffer before use; it costs a pass over the whole buffer and is for debugging.
-    """
+    ``dispatcher``: ``local`` (no EP), ``block`` (all-to-all of packed blocks, host split lists) or ``rowwise``
+    (one-sided rows on a symmetric heap). ``form`` of rowwise: ``dedup`` sends a token once per expert rank, ``route``
+    once per route (the report's form). ``heap``: the symmetric heap of rowwise. ``weight_at``: where the router weight
+    is applied (``hidden`` before the down projection, ``input`` before the up projection, ``output`` in the sum on the
+    expert rank, ``source`` in the sum at the token). ``max_tokens``: the most tokens a rank passes to one layer call;
+    ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
+    payload buffers, one per forward in flight; ``None`` grows on demand (CPU). ``timeout_s``: how long any wait for a
+    peer lasts before it fails and stops the group. ``diagnostic_fill`` clears (``zero``) or poisons (``nan``) every
+    buffer before use; it costs a pass over the whole buffer and is for debugging."""
 
     dispatcher: str = "rowwise"
     form: str = "dedup"
@@ -81,8 +80,8 @@ class EPConfig:
         self.capacity.validate()
         if self.dispatcher == "rowwise" and self.form == "dedup" and self.weight_at == "source":
             raise ValueError(
-                "weight_at='source' weights every route at the token, which excludes the sum on the expert rank that form='dedup'"
-                " makes; use form='route', or weight_at='hidden' or 'output'"
+                "weight_at='source' weights every route at the token, which excludes the sum on the expert rank that"
+                " form='dedup' makes; use form='route', or weight_at='hidden' or 'output'"
             )
         for name in ("max_tokens", "slots"):
             value = getattr(self, name)
@@ -93,7 +92,8 @@ class EPConfig:
 
 
 def check_shape(*, num_experts: int, top_k: int, hidden_size: int, ep: int) -> None:
-    """Check a layer's shape against the EP degree ``ep``; ``ValueError`` quotes the values and the degrees that would work."""
+    """Check a layer's shape against the EP degree ``ep``; ``ValueError`` quotes the values and the degrees that would
+    work."""
     for name, value in (("num_experts", num_experts), ("top_k", top_k), ("hidden_size", hidden_size), ("ep", ep)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")

@@ -18,19 +18,18 @@ from .experts import WeightAt
 class Experts(Protocol):
     """Experts of this rank over expert-contiguous rows; ``experts.GroupedMLP`` is one.
 
-    Takes the rows and where the router weight goes: under ``input`` and ``hidden`` it applies ``d.weights`` itself, under ``output``
-    and ``source`` the dispatcher does. Returns [R, D].
-    """
+    Takes the rows and where the router weight goes: under ``input`` and ``hidden`` it applies ``d.weights`` itself,
+    under ``output`` and ``source`` the dispatcher does. Returns [R, D]."""
 
     def __call__(self, d: Dispatched, weight_at: WeightAt) -> Tensor: ...
 
 
 class ForeignExperts:
-    """Experts of someone else as ``Experts``: ``fn(rows [R, D], expert_of_row int64 [R], weights [R] or None) -> [R, D]``.
+    """Experts of someone else as ``Experts``: ``fn(rows [R, D], expert_of_row int64 [R], weights [R] or None) -> [R,
+    D]``.
 
-    ``expert_of_row`` counts this rank's experts from 0. ``weights`` is None where the dispatcher applies them. R is exact, which is a
-    host copy where the row count is only known on the device.
-    """
+    ``expert_of_row`` counts this rank's experts from 0. ``weights`` is None where the dispatcher applies them. R is
+    exact, which is a host copy where the row count is only known on the device."""
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
         self.fn = fn
@@ -55,9 +54,9 @@ def moe_step(
 ) -> Tensor:
     """Dispatch ``x`` [T, D] by ``topk_idx`` [T, K] (−1: no route), run ``experts``, combine; gives [T, D].
 
-    Differentiable in ``x``, ``topk_weight`` [T, K] and the experts' parameters. ``layer`` names the caller in errors and traces;
-    ``observe`` is given the route state, for metrics. Raises ``ValueError`` for inputs that do not fit the dispatcher.
-    """
+    Differentiable in ``x``, ``topk_weight`` [T, K] and the experts' parameters. ``layer`` names the caller in errors
+    and traces; ``observe`` is given the route state, for metrics. Raises ``ValueError`` for inputs that do not fit the
+    dispatcher."""
     weight_at: WeightAt = dispatcher.config.weight_at  # type: ignore[assignment]  # validated
     state = dispatcher.plan(topk_idx, layer=layer)
     if observe is not None:

@@ -12,9 +12,8 @@ from torch import Tensor
 def row_routes_torch(local_rows: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
     """The route that fills each expert row: int64 [R], (source·T_max + t)·K + k.
 
-    ``local_rows`` int32 [M, T_max, K], −1 where the route goes elsewhere; entries of tokens t >= ``tokens[source]`` (int64 [M])
-    are not read as routes, whatever they hold.
-    """
+    ``local_rows`` int32 [M, T_max, K], −1 where the route goes elsewhere; entries of tokens t >= ``tokens[source]``
+    (int64 [M]) are not read as routes, whatever they hold."""
     _, t_max, k = local_rows.shape
     valid = (local_rows >= 0) & (torch.arange(t_max, device=tokens.device) < tokens[:, None])[:, :, None]
     routes = valid.flatten().nonzero().squeeze(1)

@@ -1,7 +1,7 @@
 """Sums of expert rows back into token order (report, Table 8: combine forward, dispatch backward).
 
-One arithmetic for every dispatcher: a (token, rank) partial is summed in the accumulation dtype in ascending k and rounded once to the
-rows' dtype; partials are summed in the accumulation dtype in ascending rank and rounded once.
+One arithmetic for every dispatcher: a (token, rank) partial is summed in the accumulation dtype in ascending k and
+rounded once to the rows' dtype; partials are summed in the accumulation dtype in ascending rank and rounded once.
 
 Legend: T local tokens, K routes per token, M ranks, R expert rows, D row width, T_max tokens of a stripe.
 """
@@ -20,10 +20,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def partial_sums_torch(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
-    """``out[s] = Σ_k rows[index[s, k]] (* weights[s, k])`` over index >= 0, in ascending k, rounded once to the rows' dtype.
+    """``out[s] = Σ_k rows[index[s, k]] (* weights[s, k])`` over index >= 0, in ascending k, rounded once to the rows'
+    dtype.
 
-    ``rows`` [R, D]; ``index`` integer [S, K]; ``weights`` [S, K] in the accumulation dtype. Gives [S, D], zero where no index is.
-    """
+    ``rows`` [R, D]; ``index`` integer [S, K]; ``weights`` [S, K] in the accumulation dtype. Gives [S, D], zero where
+    no index is."""
     total = rows.new_zeros((index.shape[0], rows.shape[1]), dtype=accumulation_dtype(rows.dtype))
     for k in range(index.shape[1]):
         s = (index[:, k] >= 0).nonzero().squeeze(1)
@@ -46,9 +47,8 @@ def pre_reduce_put_torch(
 ) -> None:
     """Sum this rank's rows of every token and write the partial at the token's source: ``peers[r][rank, t]``.
 
-    ``y`` [R, D]; ``local_rows`` int32 [M, T_max, K]; ``tokens`` T of every source; ``peers[r]`` [M, T_max, D] at source r;
-    ``weights`` [M, T_max, K]. Tokens without a row here are not written.
-    """
+    ``y`` [R, D]; ``local_rows`` int32 [M, T_max, K]; ``tokens`` T of every source; ``peers[r]`` [M, T_max, D] at
+    source r; ``weights`` [M, T_max, K]. Tokens without a row here are not written."""
     for source, num_tokens in enumerate(tokens):
         index = local_rows[source, :num_tokens]
         t = (index >= 0).any(1).nonzero().squeeze(1)
@@ -72,7 +72,8 @@ def put_scalars_torch(
 
 
 def sum_partials_torch(partials: Tensor, dest_rank: Tensor) -> Tensor:
-    """[T, D]: the sum over ranks, ascending, of ``partials`` [M, T_max, D] where a route of the token names the rank."""
+    """[T, D]: the sum over ranks, ascending, of ``partials`` [M, T_max, D] where a route of the token names the
+    rank."""
     num_tokens = dest_rank.shape[0]
     total = partials.new_zeros((num_tokens, partials.shape[2]), dtype=accumulation_dtype(partials.dtype))
     for rank in range(partials.shape[0]):
@@ -94,7 +95,8 @@ def take_scalars_torch(returned: Tensor, dest_rank: Tensor) -> Tensor:
 def sum_routes_torch(
     rows: Tensor, index: Tensor, dest_rank: Tensor, world: int, weights: Tensor | None = None
 ) -> Tensor:
-    """[T, D] from rows that lie at the source: the same partials and the same order of sums as the expert ranks would make.
+    """[T, D] from rows that lie at the source: the same partials and the same order of sums as the expert ranks would
+    make.
 
     ``rows`` [any, D]; ``index`` [T, K] row of each route, −1 for none; ``dest_rank`` int32 [T, K]; ``weights`` [T, K].
     """

@@ -27,11 +27,11 @@ def build_dispatcher(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> Dispatcher[Any]:
-    """The dispatcher that ``config`` names, for one layer shape; collective over ``group`` (the EP_MP group; None: WORLD).
+    """The dispatcher that ``config`` names, for one layer shape; collective over ``group`` (the EP_MP group; None:
+    WORLD).
 
-    ``num_experts`` E of the whole group, ``top_k`` K, ``hidden_size`` D, ``dtype`` of the rows. Raises ``ValueError`` for settings or
-    shapes that do not fit, before anything is made.
-    """
+    ``num_experts`` E of the whole group, ``top_k`` K, ``hidden_size`` D, ``dtype`` of the rows. Raises ``ValueError``
+    for settings or shapes that do not fit, before anything is made."""
     config.validate()
     device = torch.device(device)
     if config.dispatcher == "local":

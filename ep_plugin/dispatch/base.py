@@ -50,12 +50,11 @@ class Arrived:
 class Dispatched:
     """Rows on the expert rank, in expert-contiguous order.
 
-    ``rows`` [R, D] wire dtype; ``weights`` [R] router weight of each row, float32 (float64 for float64 rows), differentiable;
-    ``offsets`` int64 [E_l + 1], expert e of this rank owns rows offsets[e]:offsets[e+1]; ``num_rows`` is R on the host, or None
-    where only the device knows it (then rows and weights are padded to a bound and ``offsets[-1]`` is R);
-    ``route_of_row`` int64 [R] = (source·T_max + t)·K + k. ``rebuild``: keep its tensors for backward rather than ``rows``.
-    ``output`` [>= R, D]: where the down projection should write (None: anywhere).
-    """
+    ``rows`` [R, D] wire dtype; ``weights`` [R] router weight of each row, float32 (float64 for float64 rows),
+    differentiable; ``offsets`` int64 [E_l + 1], expert e of this rank owns rows offsets[e]:offsets[e+1]; ``num_rows``
+    is R on the host, or None where only the device knows it (then rows and weights are padded to a bound and
+    ``offsets[-1]`` is R); ``route_of_row`` int64 [R] = (source·T_max + t)·K + k. ``rebuild``: keep its tensors for
+    backward rather than ``rows``. ``output`` [>= R, D]: where the down projection should write (None: anywhere)."""
 
     rows: Tensor
     weights: Tensor
@@ -75,9 +74,9 @@ class Dispatched:
 class RouteState:
     """Everything one (layer, microbatch) needs between plan and the end of its backward. Dispatchers subclass it.
 
-    It holds no tensor that carries gradient: those travel through arguments and returns. Autograd saves ``tensors()`` and makes
-    the state again from them, so that activation checkpointing drops and recomputes it like any other saved tensor.
-    """
+    It holds no tensor that carries gradient: those travel through arguments and returns. Autograd saves ``tensors()``
+    and makes the state again from them, so that activation checkpointing drops and recomputes it like any other saved
+    tensor."""
 
     layer: str
     map: RouteMap
@@ -109,9 +108,9 @@ StateT = TypeVar("StateT", bound=RouteState)
 class Dispatcher(ABC, Generic[StateT]):
     """Moves token rows to the ranks that store their experts and back.
 
-    The three calls of one step are ``plan``, ``dispatch`` and ``combine``; all ranks of the EP_MP group make the same calls in the
-    same order. Gradients of the rows travel the same way back. One dispatcher serves all layers of one shape.
-    """
+    The three calls of one step are ``plan``, ``dispatch`` and ``combine``; all ranks of the EP_MP group make the same
+    calls in the same order. Gradients of the rows travel the same way back. One dispatcher serves all layers of one
+    shape."""
 
     name: str
 
@@ -145,7 +144,8 @@ class Dispatcher(ABC, Generic[StateT]):
         """``ValueError`` quoting what does not fit the plan in ``x`` [T, D] or ``topk_weight`` [T, K]."""
         if x.shape != (state.num_tokens, self.hidden_size):
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; the routes are of {state.num_tokens} tokens of hidden size {self.hidden_size}"
+                f"x has shape {tuple(x.shape)}; the routes are of {state.num_tokens} tokens"
+                f" of hidden size {self.hidden_size}"
             )
         if x.dtype != self.dtype:
             raise ValueError(f"x has dtype {x.dtype}; this dispatcher was built for {self.dtype}")
@@ -160,9 +160,9 @@ class Dispatcher(ABC, Generic[StateT]):
     def plan(self, topk_idx: Tensor, *, layer: str = "") -> StateT:
         """Exchange counts and build the route map.
 
-        ``topk_idx`` integer [T, K] of global expert ids, −1 for no route; a token may name an expert twice; T may differ between
-        ranks and be 0. ``layer`` names the caller in errors and traces. Raises ``ValueError`` for an id outside [−1, E).
-        """
+        ``topk_idx`` integer [T, K] of global expert ids, −1 for no route; a token may name an expert twice; T may
+        differ between ranks and be 0. ``layer`` names the caller in errors and traces. Raises ``ValueError`` for an id
+        outside [−1, E)."""
 
     def dispatch(self, state: StateT, x: Tensor, topk_weight: Tensor) -> Dispatched:
         """Move ``x`` [T, D] to its experts. Differentiable in ``x`` and ``topk_weight`` [T, K] (any float dtype).
@@ -178,10 +178,10 @@ class Dispatcher(ABC, Generic[StateT]):
     def combine(self, state: StateT, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum expert outputs ``y`` [R, D] back into token order, [T, D]. Differentiable in ``y`` and ``weights``.
 
-        ``weights``: ``Dispatched.weights`` under ``weight_at='output'``, ``topk_weight`` under ``'source'``, else None (the
-        experts applied them). A (token, rank) partial is summed in float32 (float64 for float64 rows) in ascending k and rounded
-        once to the rows' dtype; partials are summed likewise in ascending rank and rounded once.
-        """
+        ``weights``: ``Dispatched.weights`` under ``weight_at='output'``, ``topk_weight`` under ``'source'``, else None
+        (the experts applied them). A (token, rank) partial is summed in float32 (float64 for float64 rows) in
+        ascending k and rounded once to the rows' dtype; partials are summed likewise in ascending rank and rounded
+        once."""
         with self.guard("combine", state.layer):
             self.check_combine(state, y, weights)
             out: Tensor = CombineRows.apply(y, weights, self, state)
@@ -208,7 +208,8 @@ class Dispatcher(ABC, Generic[StateT]):
 
     @abstractmethod
     def give_back(self, state: StateT, y: Tensor, weights: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """Combine forward: [T, D], and, if ``keep``, every route's row [T, K, D] for the weight's gradient at the source."""
+        """Combine forward: [T, D], and, if ``keep``, every route's row [T, K, D] for the weight's gradient at the
+        source."""
 
     @abstractmethod
     def send_grad(self, state: StateT, grad: Tensor, scale: Tensor | None) -> Tensor:
@@ -218,10 +219,12 @@ class Dispatcher(ABC, Generic[StateT]):
     def return_grad(
         self, state: StateT, grad_rows: Tensor | None, grad_weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Dispatch backward: gradients of x [T, D] and of topk_weight [T, K] from those of rows [R, D] and weights [R]."""
+        """Dispatch backward: gradients of x [T, D] and of topk_weight [T, K] from those of rows [R, D] and weights
+        [R]."""
 
     def check_combine(self, state: StateT, y: Tensor, weights: Tensor | None) -> None:
-        """``ValueError`` when ``y`` does not fit, or ``weights`` is missing or would count twice under ``weight_at``."""
+        """``ValueError`` when ``y`` does not fit, or ``weights`` is missing or would count twice under
+        ``weight_at``."""
         rows = state.num_rows
         if y.dim() != 2 or y.shape[1] != self.hidden_size or (rows is not None and y.shape[0] != rows):
             raise ValueError(
@@ -232,8 +235,8 @@ class Dispatcher(ABC, Generic[StateT]):
         needed = self.config.weight_at in ("output", "source")
         if needed != (weights is not None):
             raise ValueError(
-                f"combine(weights={'None' if weights is None else 'tensor'}) does not fit weight_at={self.config.weight_at!r}:"
-                " 'output' takes Dispatched.weights, 'source' takes topk_weight, 'hidden' and 'input' take None"
+                f"combine(weights={'None' if weights is None else 'tensor'}) does not fit"
+                f" weight_at={self.config.weight_at!r}: 'output' takes Dispatched.weights, 'source' takes topk_weight, 'hidden' and 'input' take None"
             )
 
     def metrics(self, state: StateT) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 It is the synchronized path: block lengths become host lists before the exchange. Works with gloo and NCCL.
 
-Legend: T local tokens, K routes per token, M ranks, E_l experts of a rank, N rows sent (accepted routes), R rows received.
-"""
+Legend: T local tokens, K routes per token, M ranks, E_l experts of a rank, N rows sent (accepted routes), R rows
+received."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from .base import Arrived, Dispatcher, RouteState, span
 class BlockState(RouteState):
     """Adds what packing needs.
 
-    ``send_routes`` int64 [N]: the route t·K+k of each sent row, in (expert, t·K+k) order; ``recv_order`` int64 [R]: the received row
-    (source, expert) of each expert row (expert, source), None where the orders agree; ``sizes`` int64 [2, M] on the host: rows
-    sent to and received from every rank.
-    """
+    ``send_routes`` int64 [N]: the route t·K+k of each sent row, in (expert, t·K+k) order; ``recv_order`` int64 [R]:
+    the received row (source, expert) of each expert row (expert, source), None where the orders agree; ``sizes`` int64
+    [2, M] on the host: rows sent to and received from every rank."""
 
     send_routes: Tensor
     recv_order: Tensor | None

@@ -1,17 +1,18 @@
-"""Rowwise expert parallelism: every row is written straight to its place on the expert rank (report, sections 5.4 to 5.7).
+"""Rowwise expert parallelism: every row is written straight to its place on the expert rank (report, sections 5.4 to
+5.7).
 
-Two forms. ``route`` moves one row per route: PUT into the expert row itself, GET back (Table 8). ``dedup`` moves one row per (token,
-expert rank): PUT into the source's stripe of a stage, a local fan-out into expert order, and for the way back a sum of the token's
-rows on the expert rank and one PUT of the partial.
+Two forms. ``route`` moves one row per route: PUT into the expert row itself, GET back (Table 8). ``dedup`` moves one
+row per (token, expert rank): PUT into the source's stripe of a stage, a local fan-out into expert order, and for the
+way back a sum of the token's rows on the expert rank and one PUT of the partial.
 
-Every symmetric buffer is a slot leased from a pool. The rank that will be written to (or read from) chooses the slot and
-advertises its handle to the others, so free lists may differ between ranks. A payload slot lives as long as any tensor on it does,
-which is until the weight gradient has read it.
+Every symmetric buffer is a slot leased from a pool. The rank that will be written to (or read from) chooses the slot
+and advertises its handle to the others, so free lists may differ between ranks. A payload slot lives as long as any
+tensor on it does, which is until the weight gradient has read it.
 
 This file is the path whose exchanged counts the host can read (CPU heaps).
 
-Legend: T local tokens, K routes per token, E experts, M ranks, D hidden size, R rows received, T_max most tokens of a source.
-"""
+Legend: T local tokens, K routes per token, E experts, M ranks, D hidden size, R rows received, T_max most tokens of a
+source."""
 
 from __future__ import annotations
 
@@ -49,11 +50,11 @@ EXHAUSTED = -1  # advertised instead of a handle by a rank whose pool has no fre
 
 @dataclass
 class RowwiseState(RouteState):
-    """Adds, in the dedup form, ``local_rows`` int32 [M, T_max, K]: this rank's rows of every source's tokens (−1 elsewhere).
+    """Adds, in the dedup form, ``local_rows`` int32 [M, T_max, K]: this rank's rows of every source's tokens (−1
+    elsewhere).
 
-    Between plan and combine it also holds what the forward still needs: the leased ``payload`` and every rank's handle of it,
-    the slot that the experts may write to, and the router weights of this rank's tokens.
-    """
+    Between plan and combine it also holds what the forward still needs: the leased ``payload`` and every rank's handle
+    of it, the slot that the experts may write to, and the router weights of this rank's tokens."""
 
     local_rows: Tensor | None = None
     handles: list[int] | None = None
@@ -80,9 +81,8 @@ class Pools:
 class RowwiseDispatcher(Dispatcher[RowwiseState]):
     """``dispatcher='rowwise'`` over a symmetric heap whose records the host can read.
 
-    Buffers are sized by ``config.max_tokens`` and ``config.slots`` where given. Where not, all ranks grow them together as soon as
-    the exchanged counts show the need.
-    """
+    Buffers are sized by ``config.max_tokens`` and ``config.slots`` where given. Where not, all ranks grow them
+    together as soon as the exchanged counts show the need."""
 
     name = "rowwise"
 
@@ -157,7 +157,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
         return slot, tensor
 
     def _advertise(self, operation: str, layer: str, pool: SlotPool) -> tuple[Slot, Tensor, list[int]]:
-        """Choose a slot of ``pool`` and tell everyone; gives it with every rank's handle. Grows ``pool`` where a rank ran out."""
+        """Choose a slot of ``pool`` and tell everyone; gives it with every rank's handle. Grows ``pool`` where a rank
+        ran out."""
         while True:
             slot, tensor = self._take(pool)
             handles = self._exchange_handles(operation, layer, EXHAUSTED if slot is None else slot.handle)
@@ -180,8 +181,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
         if pool is self.payload and self.config.slots is not None and slots >= self.config.slots:
             short = [r for r, handle in enumerate(handles) if handle == EXHAUSTED]
             raise RuntimeError(
-                f"all {slots} payload slots are leased on EP ranks {short}: slots={self.config.slots} must be at least the number"
-                " of MoE forwards in flight plus the MoE layers of one checkpointed region"
+                f"all {slots} payload slots are leased on EP ranks {short}: slots={self.config.slots} must be at least"
+                " the number of MoE forwards in flight plus the MoE layers of one checkpointed region"
             )
         pool.grow(slots=slots + max(1, slots // 2))
 
@@ -195,7 +196,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
                 other = OPERATIONS[op] if 0 <= op < len(OPERATIONS) else f"operation {op}"
                 where = "the same layer" if crc == mine[1] else "another layer"
                 raise RuntimeError(
-                    f"EP ranks disagree: rank {self.rank} is in {operation} of layer {layer!r}, rank {rank} is in {other} of {where}."
+                    f"EP ranks disagree: rank {self.rank} is in {operation} of layer {layer!r}, rank {rank} is in {other}"
+                    f" of {where}."
                     " All ranks of an EP group must run the same layers in the same order"
                 )
 
@@ -414,7 +416,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
     def _reduce_put(
         self, operation: str, state: RowwiseState, rows: Tensor | None, scalars: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Sum the rows of each token here, write the partials (and one scalar per route) at its source, sum those there."""
+        """Sum the rows of each token here, write the partials (and one scalar per route) at its source, sum those
+        there."""
         dest, layer, local_rows = state.map, state.layer, state.local_rows
         assert local_rows is not None
         _, slot, handles = self._advertise(operation, layer, self.scratch)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .groups import acc_dtype, valid_rows, zero_padding
+from ..kernels.reduce import accumulation_dtype
+from .groups import valid_rows, zero_padding
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ def _scaled_swish(x: Tensor, alpha: float) -> Tensor:
 
 def hidden_rows(up: Tensor, weights: Tensor | None, activation: Activation) -> Tensor:
     """activation(up) · weights in acc dtype, rounded once. up [R, G], weights [R] or None → [R, F], dtype of `up`."""
-    hidden = activation(up.to(acc_dtype(up.dtype)))
+    hidden = activation(up.to(accumulation_dtype(up.dtype)))
     if weights is not None:
         hidden = hidden * weights[:, None].to(hidden.dtype)
     return hidden.to(up.dtype)
@@ -159,7 +160,7 @@ class _WeightedActivation(torch.autograd.Function):
         total, valid = up.shape[0], valid_rows(offsets, ctx.num_rows, up.shape[0])
         dup = dweights = None
         with torch.autocast(up.device.type, enabled=False):
-            up_acc = up[:valid].detach().to(acc_dtype(up.dtype))
+            up_acc = up[:valid].detach().to(accumulation_dtype(up.dtype))
             dhidden = dhidden[:valid].to(up_acc.dtype)
             with torch.enable_grad():
                 up_acc.requires_grad_(ctx.needs_input_grad[0])

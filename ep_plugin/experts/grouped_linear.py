@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .groups import GroupedMM, Groups, HostLoop, acc_dtype, column, grouped_mm_refusal, valid_rows, zero_padding
+from ..config import one_of
+from ..kernels.reduce import accumulation_dtype
+from .groups import GroupedMM, Groups, HostLoop, column, grouped_mm_refusal, valid_rows, zero_padding
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +137,7 @@ class _GroupedLinear(torch.autograd.Function):
             matrices = weight.to(call.dtype) if call.transposed else weight.to(call.dtype).transpose(1, 2)
             y = groups.matmul(_weighted(rows, row_weight, groups.valid, call.dtype), matrices, target)
             if bias is not None:
-                groups.add_bias(y, bias.to(call.dtype), column(bias_weight, acc_dtype(call.dtype)))
+                groups.add_bias(y, bias.to(call.dtype), column(bias_weight, accumulation_dtype(call.dtype)))
             if out is None:
                 return y
             if target is None:
@@ -150,7 +152,7 @@ class _GroupedLinear(torch.autograd.Function):
         weight_dtype, bias_dtype, row_weight_dtype, bias_weight_dtype = ctx.dtypes
         (total, _), rows_dtype = ctx.rows_like
         drows = dweight = dbias = drow_weight = dbias_weight = None
-        acc = acc_dtype(ctx.dtype)
+        acc = accumulation_dtype(ctx.dtype)
 
         with torch.autocast(dy.device.type, enabled=False):
             groups = _groups(ctx.backend, offsets, ctx.num_rows, total)
@@ -187,7 +189,7 @@ def _weighted(rows: Tensor, row_weight: Tensor | None, valid: int, dtype: torch.
     out[valid:].zero_()
     part = rows[:valid]
     if row_weight is not None:
-        acc = torch.promote_types(acc_dtype(rows.dtype), acc_dtype(dtype))
+        acc = torch.promote_types(accumulation_dtype(rows.dtype), accumulation_dtype(dtype))
         part = part.to(acc) * row_weight[:valid, None].to(acc)
     out[:valid] = part
     return out
@@ -206,8 +208,7 @@ def _product_dtype(rows: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _choose(backend: str, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> str:
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend={backend!r} is not one of {', '.join(_BACKENDS)}")
+    one_of("backend", backend, _BACKENDS)
     if backend == "loop" or (backend == "auto" and rows.device.type == "cpu"):
         return "loop"
     refusal = grouped_mm_refusal(rows, weight, dtype)

@@ -18,15 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.reduce import accumulation_dtype
+
 # The public name came after the private one; both have the same arguments.
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 _GROUPED_MM_ALIGNMENT = 16  # bytes; the grouped GEMM refuses rows whose stride is not a multiple of it
-
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and router weights beside rows of `dtype`: float64 for float64, float32 for the rest."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def valid_rows(offsets: Tensor, num_rows: int | None, total: int) -> int:
@@ -110,7 +107,7 @@ class HostLoop(Groups):
         return out
 
     def sum(self, rows: Tensor, scale: Tensor | None) -> Tensor:
-        acc = acc_dtype(rows.dtype)
+        acc = accumulation_dtype(rows.dtype)
         out = torch.zeros(len(self.bounds) - 1, rows.shape[1], dtype=acc, device=rows.device)
         for expert, span in self._spans():
             part = rows[span].to(acc)
@@ -125,7 +122,7 @@ class HostLoop(Groups):
                 rows[span] += scale[span] * bias[expert]
 
     def dot_bias(self, rows: Tensor, bias: Tensor) -> Tensor:
-        acc = acc_dtype(rows.dtype)
+        acc = accumulation_dtype(rows.dtype)
         out = torch.zeros(rows.shape[0], dtype=acc, device=rows.device)
         for expert, span in self._spans():
             out[span] = rows[span].to(acc) @ bias[expert].to(acc)
@@ -159,7 +156,7 @@ class GroupedMM(Groups):
         return out.masked_fill_(empty[:, None, None], 0)
 
     def sum(self, rows: Tensor, scale: Tensor | None) -> Tensor:
-        data = rows.to(acc_dtype(rows.dtype))
+        data = rows.to(accumulation_dtype(rows.dtype))
         if scale is not None:
             data = data * scale
         # unsafe=True skips the checks that would read the offsets on the host; rows past offsets[-1] are not read.
@@ -175,7 +172,7 @@ class GroupedMM(Groups):
         part += row_bias if scale is None else scale[: self.valid] * row_bias
 
     def dot_bias(self, rows: Tensor, bias: Tensor) -> Tensor:
-        acc = acc_dtype(rows.dtype)
+        acc = accumulation_dtype(rows.dtype)
         dots = (rows.to(acc) * bias.to(acc)[self._expert_of_row(rows.shape[0])]).sum(-1)
         return zero_padding(dots, self.offsets)
 

@@ -13,11 +13,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..config import WEIGHT_AT, one_of
 from .activation import Activation, hidden_rows, weighted_activation
 from .grouped_linear import Backend, SavedRows, grouped_linear
 
 WeightAt = Literal["input", "hidden", "output", "source"]
-_WEIGHT_AT = ("input", "hidden", "output", "source")
 
 
 class ExpertRows(Protocol):
@@ -74,8 +74,7 @@ def grouped_mlp(
 
     The products follow autocast; weighting and activation run in acc dtype and round once.
     """
-    if weight_at not in _WEIGHT_AT:
-        raise ValueError(f"weight_at={weight_at!r} is not one of {', '.join(_WEIGHT_AT)}")
+    one_of("weight_at", weight_at, WEIGHT_AT)
     hidden_weights = d.weights if weight_at == "hidden" else None
     projected = grouped_linear(
         d.rows,

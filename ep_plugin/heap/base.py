@@ -62,7 +62,7 @@ def round_up(nbytes: int, multiple: int) -> int:
 class SymmBuffer(ABC):
     """One symmetric region: ``nbytes`` on every rank of the group, the base 256-byte aligned.
 
-    ``ptrs``: int64 [world] on the heap's device, the regions' base addresses in this process (0 = not addressable).
+    ``ptrs``: int64 [world] on the heap's device, the regions' base addresses in this process (0 = none).
     """
 
     nbytes: int

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ep_plugin.heap.base import ALIGNMENT, INTERNAL, Heap, Phase, SymmBuffer, Ticket, round_up
+from ep_plugin.heap.base import ALIGNMENT, INTERNAL, Heap, HeapClosed, Phase, SymmBuffer, Ticket, round_up
 
 SEGMENT_BIT = 48  # a handle is segment << 48 | byte offset in the segment
 
@@ -32,9 +32,9 @@ class PoolStats:
 
 @dataclass
 class _Segment:
-    """One symmetric buffer cut into slots; ``buffer`` is None once it was freed."""
+    """One symmetric buffer cut into slots. A retired one hands out no more, and is freed (closed) in time."""
 
-    buffer: SymmBuffer | None
+    buffer: SymmBuffer
     slot_bytes: int
     slots: int
     retired: bool = False
@@ -171,7 +171,7 @@ class SlotPool:
         """
         number, offset = handle >> SEGMENT_BIT, handle & ((1 << SEGMENT_BIT) - 1)
         segment = self._segments[number] if 0 <= number < len(self._segments) else None
-        if segment is None or segment.buffer is None or offset % segment.slot_bytes:
+        if segment is None or offset % segment.slot_bytes:
             raise ValueError(f"pool '{self.label}': handle {handle:#x} names no slot")
         nbytes = dtype.itemsize
         for extent in shape:
@@ -185,9 +185,10 @@ class SlotPool:
 
     def peer_ptrs(self, handles: Tensor) -> Tensor:
         """int64 [world] handles, rank r's at r → int64 [world] addresses in this process; on the handles' device."""
+        if self._segments[-1].buffer.closed:
+            raise HeapClosed(f"pool '{self.label}' was used after its heap was closed")
         if self._bases is None:
-            rows = [s.buffer.ptrs if s.buffer is not None else torch.zeros_like(handles) for s in self._segments]
-            self._bases = torch.stack([row.to(handles.device) for row in rows])
+            self._bases = torch.stack([s.buffer.ptrs.to(handles.device) for s in self._segments])
         base = self._bases.gather(0, (handles >> SEGMENT_BIT).unsqueeze(0)).squeeze(0)
         return base + (handles & ((1 << SEGMENT_BIT) - 1))
 
@@ -234,7 +235,6 @@ class SlotPool:
 
     def _lease(self, place: _Place) -> Slot:
         segment = self._segments[place.segment]
-        assert segment.buffer is not None
         place.generation = next(_generations)
         place.leased = True
         slot = Slot(self, place, segment.buffer, segment.slot_bytes)
@@ -253,7 +253,7 @@ class SlotPool:
 
     def _free_retired(self) -> None:
         """Collective: free the retired segments that no rank uses, which only all ranks together know."""
-        retired = [n for n, s in enumerate(self._segments) if s.retired and s.buffer is not None]
+        retired = [n for n, s in enumerate(self._segments) if s.retired and not s.buffer.closed]
         if not retired:
             return
         self._drain()
@@ -261,10 +261,8 @@ class SlotPool:
         phase = Phase("grow", f"pool '{self.label}'")
         counts = self.heap.exchange(torch.tensor(used, device=self.heap.device), channel=INTERNAL, phase=phase)
         for number, count in zip(retired, counts.sum(0).tolist(), strict=True):
-            segment = self._segments[number]
-            if count == 0 and segment.buffer is not None:
-                self.heap.free(segment.buffer)
-                segment.buffer = None
+            if count == 0:
+                self.heap.free(self._segments[number].buffer)
                 self._bases = None
 
 

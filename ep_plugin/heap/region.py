@@ -7,6 +7,7 @@ that all ranks must see each other's processes: one host and one pid namespace.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -18,6 +19,11 @@ from typing import Any
 from ep_plugin.heap.base import round_up
 
 STEP = 64 << 20  # bytes reserved between two looks at the free memory
+
+# From linux/memfd.h and linux/fcntl.h: Pythons built against an old C library (conda's, uv's) have neither these
+# constants nor os.memfd_create, though the machine they run on does.
+MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
+F_ADD_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def create(nbytes: int, label: str) -> int:
     """
     if nbytes <= 0 or nbytes % mmap.PAGESIZE:
         raise ValueError(f"asked for {nbytes} bytes, which is not a positive multiple of {mmap.PAGESIZE}")
-    fd = os.memfd_create(f"ep-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = _memfd(f"ep-{label}")
     try:
         os.fchmod(fd, 0o600)
         for start in range(0, nbytes, STEP):
@@ -89,7 +95,7 @@ def create(nbytes: int, label: str) -> int:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             os.posix_fallocate(fd, start, step)
         # A peer that shortened the file would end this process with SIGBUS.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
     except OSError as error:
         os.close(fd)
         raise OSError(
@@ -97,6 +103,16 @@ def create(nbytes: int, label: str) -> int:
             f"asked for {nbytes} bytes of shared memory, {free_bytes()} bytes are free ({error.strerror}): "
             "use smaller or fewer buffers, or give the machine or container more memory",
         ) from error
+    return fd
+
+
+def _memfd(label: str) -> int:
+    """A new anonymous file; ``label`` is what /proc shows of it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.memfd_create(label.encode()[:200], MFD_CLOEXEC | MFD_ALLOW_SEALING)
+    if fd < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"memfd_create: {os.strerror(code)}")
     return fd
 
 

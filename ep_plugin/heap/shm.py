@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
@@ -91,17 +92,16 @@ class ShmBuffer(SymmBuffer):
         """Let go of the maps; tensors over them keep them."""
         self.closed = True
         self._maps = []
+        self.ptrs = torch.zeros_like(self.ptrs)
 
 
-@dataclass(frozen=True)
 class _Layout:
     """Word offsets inside a control region of ``world`` ranks."""
 
-    world: int
-
-    @property
-    def stride(self) -> int:
-        return round_up(self.world, LINE)
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.stride = round_up(world, LINE)
+        self.words = self.mailbox(CHANNELS + 1, 0, 0)
 
     # The abort word is word 0: 1 + the rank whose text says why, 0 while all is well.
     def closed(self, source: int) -> int:
@@ -117,10 +117,6 @@ class _Layout:
         """A line whose first word is the record's length, then the record."""
         start = self.counter(CHANNELS + 1, 0)
         return start + ((channel * 2 + parity) * self.world + source) * (LINE + RECORD_MAX)
-
-    @property
-    def words(self) -> int:
-        return self.mailbox(CHANNELS + 1, 0, 0)
 
 
 @dataclass
@@ -144,6 +140,8 @@ class ShmHeap(Heap):
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} must be more than 0 seconds")
+        if sys.platform != "linux":
+            raise RuntimeError(f"heap 'shm' needs Linux (memfd and /proc), not {sys.platform}")
         joined = dist.is_initialized()
         self.group = group
         self.rank = dist.get_rank(group) if joined else 0
@@ -160,6 +158,9 @@ class ShmHeap(Heap):
         self._layout = _Layout(self.world)
         maps, self._peers = self._share(region.pages(self._layout.words * WORD), "control", self._gather_through_group)
         self._words = [memoryview(m).cast("B").cast("q") for m in maps]
+        self._counters = [
+            self._words[self.rank][self._layout.counter(c, 0) :][: self.world] for c in range(CHANNELS + 1)
+        ]
         self._base = [int(torch.frombuffer(m, dtype=torch.uint8).data_ptr()) for m in maps]
         own = torch.frombuffer(maps[self.rank], dtype=torch.int64)
         first, size = self._layout.mailbox(0, 0, 0), self.world * (LINE + RECORD_MAX)
@@ -252,12 +253,12 @@ class ShmHeap(Heap):
     def wait(self, ticket: Ticket, *, channel: int, phase: Phase) -> None:
         self._check_open(channel)
         ticket = int(ticket)
+        counters = self._counters[channel]
         start = checked = time.monotonic()
         looks = 0
         while True:
             self._raise_if_aborted(phase)
-            late = self._late(ticket, channel)
-            if not late:
+            if min(counters) >= ticket:
                 _fence()
                 return
             looks += 1
@@ -267,15 +268,14 @@ class ShmHeap(Heap):
             now = time.monotonic()
             if now - checked >= PEER_CHECK_S:
                 checked = now
-                self._raise_if_gone(late, ticket, channel, phase)
-            if now - start >= self.timeout_s:
-                states = ", ".join(f"{self._names[p]} ({self._describe(p)})" for p in late)
-                self._give_up(HeapTimeout, phase, f"waited {now - start:.1f} s for {states}")
+                self._raise_if_gone(ticket, channel, phase)
+            if now - start >= self.timeout_s and (late := self._late(ticket, channel)):
+                self._give_up(HeapTimeout, phase, f"waited {now - start:.1f} s for {self._describe(late)}")
             time.sleep(SLEEP_S)
 
     def poll(self, ticket: Ticket, *, channel: int) -> bool:
         self._check_open(channel)
-        if self._late(int(ticket), channel):
+        if min(self._counters[channel]) < int(ticket):
             return False
         _fence()
         return True
@@ -284,28 +284,30 @@ class ShmHeap(Heap):
         self.wait(self.post(channel=INTERNAL, phase=phase), channel=INTERNAL, phase=phase)
 
     def _late(self, ticket: int, channel: int) -> list[int]:
-        own, first = self._words[self.rank], self._layout.counter(channel, 0)
-        return [peer for peer in range(self.world) if own[first + peer] < ticket]
+        return [peer for peer, count in enumerate(self._counters[channel]) if count < ticket]
 
-    def _raise_if_gone(self, late: list[int], ticket: int, channel: int, phase: Phase) -> None:
-        gone = [p for p in late if self._has_closed(p) or self._peers[p].state() is None]
+    def _raise_if_gone(self, ticket: int, channel: int, phase: Phase) -> None:
+        gone = [p for p in self._late(ticket, channel) if self._has_closed(p) or self._peers[p].state() is None]
         # A peer may have signalled between our look at its counter and its end.
         gone = [p for p in self._late(ticket, channel) if p in gone]
         if gone:
-            states = ", ".join(f"{self._names[p]} ({self._describe(p)})" for p in gone)
-            self._give_up(PeerDied, phase, f"will never be signalled by {states}")
+            self._give_up(PeerDied, phase, f"waited in vain for {self._describe(gone)}")
 
     def _has_closed(self, peer: int) -> bool:
         return self._words[self.rank][self._layout.closed(peer)] != 0
 
-    def _describe(self, peer: int) -> str:
-        process = self._peers[peer]
-        state = process.state()
-        if state is None:
-            return f"pid {process.pid}, no longer running"
-        if self._has_closed(peer):
-            return f"pid {process.pid}, has closed its heap"
-        return f"pid {process.pid}, {'stopped by a signal' if state in 'Tt' else 'running'}"
+    def _describe(self, peers: list[int]) -> str:
+        """Names, process ids and states: "rank 1 (pid 4711, stopped by a signal), rank 3 (…)"."""
+
+        def state(peer: int) -> str:
+            letter = self._peers[peer].state()
+            if letter is None:
+                return "no longer running"
+            if self._has_closed(peer):
+                return "which has closed its heap"
+            return "stopped by a signal" if letter in "Tt" else "running"
+
+        return ", ".join(f"{self._names[p]} (pid {self._peers[p].pid}, {state(p)})" for p in peers)
 
     # Mailboxes
 
@@ -383,7 +385,7 @@ class ShmHeap(Heap):
         self._closed = True
         for buffer in list(self._buffers):
             buffer.release()
-        self._words, self._mail, self._base = [], [], []
+        self._words, self._counters, self._mail, self._base = [], [], [], []
 
     def _check_open(self, channel: int = 0) -> None:
         if self._closed:
