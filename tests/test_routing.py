@@ -197,6 +197,7 @@ def test_source_quota_is_equal_for_a_source_that_comes_late() -> None:
     top_k=st.integers(1, 8),
 )
 @example(factor=1.1, tokens=[10, 0], top_k=1)  # 1.1 · 10 is 11.000000000000002 in floating point
+@example(factor=0.5000000000001, tokens=[2, 2], top_k=4)  # just past 4: only the last decimal says so
 @example(factor=4 / 3, tokens=[2**38, 2**38], top_k=8)
 @example(factor=1.0, tokens=[2**31 - 1, 2**31 + 1], top_k=1)
 def test_quotas_are_exact_int64(factor: float, tokens: list[int], top_k: int) -> None:
@@ -225,6 +226,14 @@ def test_counts_near_2_to_31_add_up_in_int64(policy: str) -> None:
     # balanced: every expert is asked for exactly its share, so nothing is dropped
     assert accepted.dtype == torch.int64
     assert torch.equal(accepted, counts.long())
+
+
+@pytest.mark.parametrize("policy", ["rank", "source", "expert"])
+def test_enormous_factor_accepts_everything(policy: str) -> None:
+    """Fault: a factor meant as "never drop" overflows the quota and drops everything."""
+    tokens = torch.tensor([2**33, 1])
+    counts = torch.tensor([[2**34, 0, 0, 0], [0, 2, 0, 0]])
+    assert torch.equal(accept(counts, tokens, CapacityConfig(policy, 1e9), 2), counts)
 
 
 def test_rows_past_int32_are_refused() -> None:
