@@ -25,10 +25,12 @@ FIGURE_IDS = [
 
 
 def maps_of_group(ids: list[Tensor], num_experts: int, capacity: CapacityConfig) -> list[RouteMap]:
-    """What every rank of a group builds from the same exchange."""
-    counts = torch.stack([count_routes(idx, num_experts) for idx in ids])
-    tokens = torch.tensor([len(idx) for idx in ids])
-    return [build_route_map(idx, counts, tokens, rank=r, capacity=capacity) for r, idx in enumerate(ids)]
+    """What every rank of a group builds from the same exchange: slices of one record per source, so strided."""
+    records = torch.stack([torch.cat([torch.tensor([len(idx)]), count_routes(idx, num_experts)]) for idx in ids])
+    return [
+        build_route_map(idx, records[:, 1:], records[:, 0], rank=rank, capacity=capacity)
+        for rank, idx in enumerate(ids)
+    ]
 
 
 def destinations(route_map: RouteMap, names: str) -> dict[str, list[tuple[int, int]]]:
