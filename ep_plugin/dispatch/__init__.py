@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import EPConfig, check_shape
-from ..heap import open_heap
+from ..heap import Heap, open_heap
 from .base import Dispatched, Dispatcher, Rebuild, RouteState
 from .block import BlockDispatcher
 from .local import LocalDispatcher
@@ -26,12 +26,14 @@ def build_dispatcher(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
+    heap: Heap | None = None,
 ) -> Dispatcher[Any]:
     """The dispatcher that ``config`` names, for one layer shape; collective over ``group`` (the EP_MP group; None:
     WORLD).
 
-    ``num_experts`` E of the whole group, ``top_k`` K, ``hidden_size`` D, ``dtype`` of the rows. Raises ``ValueError``
-    for settings or shapes that do not fit, before anything is made."""
+    ``num_experts`` E of the whole group, ``top_k`` K, ``hidden_size`` D, ``dtype`` of the rows. ``heap``: a heap to
+    share between dispatchers of several shapes; otherwise rowwise opens and closes one of its own. Raises
+    ``ValueError`` for settings or shapes that do not fit, before anything is made."""
     config.validate()
     device = torch.device(device)
     if config.dispatcher == "local":
@@ -61,5 +63,11 @@ def build_dispatcher(
     check_shape(num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, ep=kwargs["world"])
     if config.dispatcher == "block":
         return BlockDispatcher(config, group=group, **kwargs)
-    heap = open_heap(config.heap, group, device, config.timeout_s)
+    kwargs["owns_heap"] = heap is None
+    if heap is None:
+        heap = open_heap(config.heap, group, device, config.timeout_s)
+    if device.type == "cuda":
+        from .rowwise_device import DeviceRowwiseDispatcher
+
+        return DeviceRowwiseDispatcher(config, heap=heap, **kwargs)
     return RowwiseDispatcher(config, heap=heap, **kwargs)

@@ -236,7 +236,8 @@ class Dispatcher(ABC, Generic[StateT]):
         if needed != (weights is not None):
             raise ValueError(
                 f"combine(weights={'None' if weights is None else 'tensor'}) does not fit"
-                f" weight_at={self.config.weight_at!r}: 'output' takes Dispatched.weights, 'source' takes topk_weight, 'hidden' and 'input' take None"
+                f" weight_at={self.config.weight_at!r}: 'output' takes Dispatched.weights, 'source' takes"
+                f" topk_weight, 'hidden' and 'input' take None"
             )
 
     def metrics(self, state: StateT) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from ..kernels.reduce import (
     sum_partials_torch,
     take_scalars_torch,
 )
-from ..routing import RouteMap, build_route_map, count_routes, rows_bound
+from ..routing import RouteMap, build_route_map, count_routes, drop_metrics, rows_bound
 from .base import Arrived, Dispatcher, Rebuild, RouteState, span
 from .layout import Part, Region
 
@@ -86,9 +86,9 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
 
     name = "rowwise"
 
-    def __init__(self, *args: Any, heap: Heap, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, heap: Heap, owns_heap: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.heap = heap
+        self.heap, self.owns_heap = heap, owns_heap
         self.acc = accumulation_dtype(self.dtype)
         self.max_tokens = self.max_rows = 0
         self.bytes_put = self.bytes_got = 0
@@ -196,7 +196,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
                 other = OPERATIONS[op] if 0 <= op < len(OPERATIONS) else f"operation {op}"
                 where = "the same layer" if crc == mine[1] else "another layer"
                 raise RuntimeError(
-                    f"EP ranks disagree: rank {self.rank} is in {operation} of layer {layer!r}, rank {rank} is in {other}"
+                    f"EP ranks disagree: rank {self.rank} is in {operation} of layer {layer!r}, rank {rank} is in"
+                    f" {other}"
                     f" of {where}."
                     " All ranks of an EP group must run the same layers in the same order"
                 )
@@ -459,6 +460,9 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
     def _count_got(self, dest_rank: Tensor) -> None:
         self.bytes_got += int(((dest_rank >= 0) & (dest_rank != self.rank)).sum()) * self._row_bytes
 
+    def metrics(self, state: RowwiseState) -> dict[str, Tensor]:
+        return drop_metrics(state.map, bound=self.max_rows)
+
     def stats(self) -> dict[str, Any]:
         """bytes_sent: rows written to or read from other ranks; payload slots: total, in use, peak."""
         out: dict[str, Any] = {"bytes_sent": self.bytes_put + self.bytes_got}
@@ -468,4 +472,9 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
         return out
 
     def close(self) -> None:
-        self.heap.close()
+        if self.owns_heap:
+            self.heap.close()
+        elif self.pools is not None:
+            self.pools.payload.close()
+            self.pools.scratch.close()
+        self.pools = None

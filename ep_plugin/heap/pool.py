@@ -113,6 +113,14 @@ class SlotPool:
         """Bytes of the slots handed out now."""
         return self._segments[-1].slot_bytes
 
+    @property
+    def base_ptrs(self) -> Tensor:
+        """int64 [world]: where the pool starts at every rank; a slot's address is this plus its handle (fixed size
+        only)."""
+        if len(self._segments) != 1 or self._segments[0].buffer is None:
+            raise RuntimeError(f"pool '{self.label}' has grown: a handle alone does not place its slots")
+        return self._segments[0].buffer.ptrs
+
     def acquire(self, phase: Phase | None = None) -> Slot | None:
         """A free slot, chosen locally; None if all are leased, also after one garbage collection.
 
@@ -148,6 +156,15 @@ class SlotPool:
                 self._add_segment(size, wanted)
             elif wanted > usable:
                 self._add_segment(size, wanted - usable)
+
+    def close(self) -> None:
+        """Collective: give the memory back to the heap. Tensors that still lease it stay readable on CPU heaps only."""
+        with self._lock:
+            for segment in self._segments:
+                if segment.buffer is not None:
+                    self.heap.free(segment.buffer)
+                    segment.buffer = None
+                segment.retired = True
 
     def stats(self) -> PoolStats:
         """The pool's use now."""
