@@ -1,13 +1,12 @@
 """Expert computation over expert-contiguous rows: grouped linear maps, activations and the grouped expert MLP."""
 
 from .activation import Activation, weighted_activation
-from .grouped_linear import SavedRows, grouped_linear
+from .grouped_linear import grouped_linear
 from .mlp import GroupedMLP, WeightAt, grouped_mlp
 
 __all__ = [
     "Activation",
     "GroupedMLP",
-    "SavedRows",
     "WeightAt",
     "grouped_linear",
     "grouped_mlp",

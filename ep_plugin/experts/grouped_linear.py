@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..config import one_of
+from ..dispatch.base import Rebuild
 from ..kernels.reduce import accumulation_dtype
 from .groups import GroupedMM, Groups, HostLoop, column, grouped_mm_refusal, valid_rows, zero_padding
 
@@ -24,28 +25,13 @@ _BACKENDS = ("auto", "loop", "grouped_mm")
 _said: set[str] = set()
 
 
-class SavedRows(Protocol):
-    """What to keep for backward instead of the rows. Implementations are dataclasses with a field `tensors`.
-
-    `tensors` go through autograd's saved tensors, so that checkpointing and offloading see them; the object itself is
-    kept with `tensors=()`. So `rows` must use what it is given and hold no tensor of its own.
-    """
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
-
-    def rows(self, tensors: tuple[Tensor, ...], num_rows: int) -> Tensor:
-        """The rows again, bit-equal, at least [num_rows, K]."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """The arguments of one call that autograd does not see."""
 
     transposed: bool
     num_rows: int | None
-    saved_rows: SavedRows | None
+    saved_rows: Rebuild | None
     out: Tensor | None
     backend: str
     dtype: torch.dtype  # of the products: autocast's dtype under autocast, else that of the rows
@@ -61,7 +47,7 @@ def grouped_linear(
     bias_weight: Tensor | None = None,
     transposed: bool = False,
     num_rows: int | None = None,
-    saved_rows: SavedRows | None = None,
+    saved_rows: Rebuild | None = None,
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -75,7 +61,9 @@ def grouped_linear(
         row_weight: [R] in acc dtype: rows are multiplied in acc dtype and rounded once before the product (None: 1).
         bias_weight: [R] in acc dtype: factor of the bias per row (None: 1).
         num_rows: offsets[-1] if the host knows it.
-        saved_rows: keeps these tensors for backward and recreates the rows there; None keeps `rows` itself, uncopied.
+        saved_rows: its tensors are kept for backward and give the rows again there, bit-equal; None keeps `rows`
+            itself, uncopied. The tensors go through autograd's saved tensors, so that checkpointing and offloading see
+            them; its function must hold none.
         out: written in place and returned (its first R rows), for example in symmetric memory; it must not require a
             gradient. Its padding rows keep what they held. The grouped GEMM takes no output argument, so `grouped_mm`
             copies into it once.
@@ -93,8 +81,8 @@ def grouped_linear(
 
     Raises ValueError for shapes, dtypes, offsets or a backend that do not fit, quoting them.
     """
-    dtype = _product_dtype(rows, weight)
-    _check(rows, weight, offsets, bias, row_weight, bias_weight, transposed, out, dtype)
+    _check(rows, weight, offsets, bias, row_weight, bias_weight, transposed, out)
+    dtype = _product_dtype(rows, weight, bias)
     call = _Call(transposed, num_rows, saved_rows, out, _choose(backend, rows, weight, dtype), dtype)
     return _GroupedLinear.apply(rows, weight, bias, row_weight, bias_weight, offsets, call)
 
@@ -119,7 +107,9 @@ class _GroupedLinear(torch.autograd.Function):
         rows_kept: tuple[Tensor, ...] = (rows,) if keep_rows else ()
         if keep_rows and call.saved_rows is not None:
             rows_kept = tuple(call.saved_rows.tensors)
-            ctx.rebuild = dataclasses.replace(call.saved_rows, tensors=())  # type: ignore[type-var]
+            ctx.rebuild = (
+                call.saved_rows.rows
+            )  # the function alone: a node that held the tensors would outlive a checkpoint
         ctx.save_for_backward(
             offsets,
             weight if needs[0] or needs[3] else None,
@@ -158,7 +148,7 @@ class _GroupedLinear(torch.autograd.Function):
             groups = _groups(ctx.backend, offsets, ctx.num_rows, total)
             dy = dy.to(ctx.dtype)
             if needs[1] or needs[3]:
-                rows: Tensor = rows_kept[0] if ctx.rebuild is None else ctx.rebuild.rows(tuple(rows_kept), groups.valid)
+                rows: Tensor = rows_kept[0] if ctx.rebuild is None else ctx.rebuild(tuple(rows_kept), groups.valid)
             if needs[1]:
                 weighted = _weighted(rows, row_weight, groups.valid, ctx.dtype)
                 pair = (weighted, dy[: weighted.shape[0]])
@@ -200,10 +190,14 @@ def _groups(backend: str, offsets: Tensor, num_rows: int | None, total: int) -> 
     return HostLoop(offsets, valid) if backend == "loop" else GroupedMM(offsets, valid)
 
 
-def _product_dtype(rows: Tensor, weight: Tensor) -> torch.dtype:
+def _product_dtype(rows: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     device = rows.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (rows.dtype, weight.dtype):
+    dtypes = {t.dtype for t in (rows, weight, bias) if t is not None}
+    if torch.is_autocast_enabled(device) and torch.float64 not in dtypes:  # autocast leaves float64 alone
         return torch.get_autocast_dtype(device)
+    if len(dtypes) > 1:
+        found = f"rows {rows.dtype}, weight {weight.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
+        raise ValueError(f"rows and parameters must have one dtype outside autocast, got {found}")
     return rows.dtype
 
 
@@ -231,7 +225,6 @@ def _check(
     bias_weight: Tensor | None,
     transposed: bool,
     out: Tensor | None,
-    dtype: torch.dtype,
 ) -> None:
     if rows.dim() != 2 or weight.dim() != 3:
         raise ValueError(f"rows must be [R, K] and weight 3D, got {tuple(rows.shape)} and {tuple(weight.shape)}")
@@ -248,8 +241,6 @@ def _check(
         )
     if bias_weight is not None and bias is None:
         raise ValueError("bias_weight is given without a bias")
-    if dtype == rows.dtype and weight.dtype != dtype and not torch.is_autocast_enabled(rows.device.type):
-        raise ValueError(f"rows are {rows.dtype} and weight is {weight.dtype}; outside autocast they must be alike")
     shapes: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
         ("bias", bias, (experts, outputs)),
         ("row_weight", row_weight, (rows.shape[0],)),

@@ -151,9 +151,9 @@ class GroupedMM(Groups):
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         if left.shape[0] == 0:
             return left.new_zeros(self.ends.numel(), left.shape[1], right.shape[1])
-        out = _grouped_mm(_aligned(left).t(), _aligned(right), offs=self.ends)
-        empty = self.offsets[1:] == self.offsets[:-1]
-        return out.masked_fill_(empty[:, None, None], 0)
+        # The grouped GEMM writes zeros for a group without rows (the product over an empty width); clearing them again
+        # would be one more pass over all weight gradients.
+        return _grouped_mm(_aligned(left).t(), _aligned(right), offs=self.ends)
 
     def sum(self, rows: Tensor, scale: Tensor | None) -> Tensor:
         data = rows.to(accumulation_dtype(rows.dtype))

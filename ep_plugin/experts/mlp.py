@@ -5,46 +5,30 @@ Legend: R rows, E experts, E_l local experts, D hidden size, F expert width, G =
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..config import WEIGHT_AT, one_of
+from ..dispatch.base import Dispatched, Rebuild
 from .activation import Activation, hidden_rows, weighted_activation
-from .grouped_linear import Backend, SavedRows, grouped_linear
+from .grouped_linear import Backend, grouped_linear
 
 WeightAt = Literal["input", "hidden", "output", "source"]
 
 
-class ExpertRows(Protocol):
-    """What the MLP reads of a dispatched batch."""
-
-    rows: Tensor  # [R, D]
-    weights: Tensor  # [R] acc dtype
-    offsets: Tensor  # int64 [E_l+1]
-    num_rows: int | None  # offsets[-1] if the host knows it
-    rebuild: SavedRows | None  # kept for backward instead of the rows
-    output: Tensor | None  # where the down projection goes
-
-
-@dataclasses.dataclass(frozen=True)
-class _HiddenFromUp:
-    """Keeps the up output and the weights of the down projection's input, which is computed again in backward."""
-
-    tensors: tuple[Tensor, ...]  # up [R, G], then weights [R] if they are applied here
-    activation: Activation
-
-    def rows(self, tensors: tuple[Tensor, ...], num_rows: int) -> Tensor:
-        up, *weights = (tensor[:num_rows] for tensor in tensors)
-        return hidden_rows(up, weights[0] if weights else None, self.activation)
+def _hidden_again(tensors: tuple[Tensor, ...], num_rows: int | None, *, activation: Activation) -> Tensor:
+    """The down projection's input from the up output [R, G] and, if they are applied here, the weights [R]."""
+    up, *weights = (tensor[:num_rows] for tensor in tensors)
+    return hidden_rows(up, weights[0] if weights else None, activation)
 
 
 def grouped_mlp(
-    d: ExpertRows,
+    d: Dispatched,
     up: Tensor,
     down: Tensor,
     *,
@@ -91,7 +75,8 @@ def grouped_mlp(
     saved_hidden = None
     if recompute_hidden:
         kept = (projected,) if hidden_weights is None else (projected, hidden_weights)
-        saved_hidden = _HiddenFromUp(tuple(tensor.detach() for tensor in kept), activation)
+        again = partial(_hidden_again, activation=activation)
+        saved_hidden = Rebuild(tuple(tensor.detach() for tensor in kept), again)
     y = grouped_linear(
         hidden,
         down,
@@ -231,7 +216,7 @@ class GroupedMLP(nn.Module):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, d: ExpertRows, weight_at: WeightAt = "hidden") -> Tensor:
+    def forward(self, d: Dispatched, weight_at: WeightAt = "hidden") -> Tensor:
         """Expert rows [R, D] → expert outputs [R, D]; see grouped_mlp."""
         return grouped_mlp(
             d,
