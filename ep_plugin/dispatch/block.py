@@ -97,15 +97,17 @@ class BlockDispatcher(Dispatcher[BlockState]):
         self, state: BlockState, y: Tensor, weights: Tensor | None, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
         rows = self._to_tokens(state, y)
-        index = self._sent_row(state)
         if weights is not None:
-            acc = accumulation_dtype(y.dtype)
             if self.config.weight_at == "output":
                 weights = self._by_route(state, self._to_tokens(state, weights.unsqueeze(1))).squeeze(2)
-            weights = weights.to(acc)
+            weights = weights.to(accumulation_dtype(y.dtype))
         with span("local unpermute and merge"):
-            out = sum_routes_torch(rows, index, state.map.dest_rank, self.world, weights)
+            out = self.merge(state, rows, weights)
         return out, self._by_route(state, rows) if keep else None
+
+    def merge(self, state: BlockState, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """Sum rows in send order [N, D] into tokens [T, D], weighted by ``weights`` [T, K] where given."""
+        return sum_routes_torch(rows, self._sent_row(state), state.map.dest_rank, self.world, weights)
 
     def send_grad(self, state: BlockState, grad: Tensor, scale: Tensor | None) -> Tensor:
         routes = state.send_routes
@@ -117,8 +119,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
     ) -> tuple[Tensor | None, Tensor | None]:
         grad_x = grad_weight = None
         if grad_rows is not None:
-            rows = self._to_tokens(state, grad_rows)
-            grad_x = sum_routes_torch(rows, self._sent_row(state), state.map.dest_rank, self.world)
+            grad_x = self.merge(state, self._to_tokens(state, grad_rows), None)
         if grad_weights is not None:
             grad_weight = self._by_route(state, self._to_tokens(state, grad_weights.unsqueeze(1))).squeeze(2)
         return grad_x, grad_weight

@@ -1,0 +1,1 @@
+"""Benchmarks: ``ep-bench`` (``python -m ep_plugin.bench``)."""
