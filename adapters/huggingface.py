@@ -1,0 +1,412 @@
+"""Expert parallelism for a transformers model: ``patch_model`` after loading, before DDP and the optimizer.
+
+    groups = ProcessGroups.create(layout(world_size, ep=4))
+    handle = patch_model(model, EPConfig(), groups)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    handle.attach(optimizer)
+    ...
+    loss.backward()
+    handle.clip_grad_norm_(1.0)
+    optimizer.step()
+
+Only the call from the router into the experts is replaced. Routers, their auxiliary losses, shared experts and
+everything else stay the model's own code.
+
+Legend: T tokens, K routes per token, E experts, E_l = E/M experts of this rank, D hidden size, M = EP_MP degree, R rows
+received.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import EPConfig, check_shape, one_of
+from ..dispatch import Dispatcher, RouteState, build_dispatcher
+from ..layer import Experts, ForeignExperts, moe_step
+from ..topology import ProcessGroups, experts_of
+from .huggingface_experts import (
+    ExpertsLayout,
+    check_layout,
+    find_experts,
+    layout_of,
+    per_expert_parameters,
+    similar_modules,
+)
+from .huggingface_gradients import ExpertGradients
+from .huggingface_replicas import broadcast_start, check_same_start
+
+EXPERTS = ("ours", "foreign")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What the experts saw in the last training forward of every layer; a recomputation is not one.
+
+    ``drop_rate``: float64 scalar, routes dropped / routes asked, over the layers and the EP_MP group. ``expert_load``:
+    int64 [E] by layer, routes that the EP_MP group asked of each expert. ``bytes_sent``: bytes of rows that this rank
+    wrote to or read from other ranks since the model was patched. Tensors are on the device, and nothing waits for it.
+    """
+
+    drop_rate: Tensor
+    expert_load: dict[str, Tensor]
+    bytes_sent: int
+
+
+class PatchedExperts:
+    """One experts module whose forward goes through a dispatcher.
+
+    ``layout`` None: the module's own code runs on the rows that arrive.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        dispatcher: Dispatcher[Any],
+        layout: ExpertsLayout | None,
+        gradients: ExpertGradients,
+    ) -> None:
+        self.name, self.module, self.dispatcher, self.gradients = name, module, dispatcher, gradients
+        self.parameters = per_expert_parameters(name, module)
+        # int64 [M, E] of the last training forward
+        self.asked = self.accepted = torch.zeros(1, dispatcher.num_experts, dtype=torch.int64, device=dispatcher.device)
+        own = module.forward
+        self.arguments = inspect.signature(own)
+        if layout is None:
+            module.num_experts = dispatcher.num_local_experts  # type: ignore[assignment]
+            self.experts: Experts = ForeignExperts(functools.partial(_one_route_per_row, own))
+        else:
+            self.experts = functools.partial(layout.run, module)
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            return self.forward(*self.arguments.bind(*args, **kwargs).args)
+
+        module.forward = forward
+        module.patched_experts = self  # type: ignore[assignment]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As the module's own: ``hidden_states`` [..., D], ids and weights [T, K] → [..., D].
+
+        An id of E is no route, as there. Weights keep their dtype, which may be float32 beside bfloat16 rows.
+        """
+        d = self.dispatcher
+        with d.guard("plan", self.name):
+            self._check(hidden_states)
+        return moe_step(
+            d,
+            hidden_states.reshape(-1, d.hidden_size),
+            top_k_index.masked_fill(top_k_index == d.num_experts, -1),
+            top_k_weights,
+            self.experts,
+            layer=self.name,
+            observe=self._count,
+        ).view(hidden_states.shape)
+
+    def _check(self, hidden_states: Tensor) -> None:
+        if hidden_states.device != self.dispatcher.device:
+            raise ValueError(
+                f"{self.name} was patched on {self.dispatcher.device} and called on {hidden_states.device}:"
+                " move the model, then patch it"
+            )
+        for key, parameter in self.parameters.items():
+            if getattr(self.module, key) is not parameter:
+                raise RuntimeError(
+                    f"{self.name}.{key} was replaced after patch_model and has lost its gradient hook: patch last"
+                )
+        self.gradients.see_ddp()
+
+    def _count(self, state: RouteState) -> None:
+        recomputing = torch._C._current_graph_task_id() != -1  # in a backward
+        if self.module.training and not recomputing:
+            self.asked, self.accepted = state.map.counts, state.map.accepted
+
+    def close(self) -> None:
+        """Let a later call say that it is too late."""
+
+        def closed(*args: Any, **kwargs: Any) -> Tensor:
+            raise RuntimeError(f"{self.name} was patched and its PatchedModel is closed")
+
+        self.module.forward = closed
+
+
+def _one_route_per_row(forward: Any, rows: Tensor, experts: Tensor, weights: Tensor | None) -> Tensor:
+    """An experts module's ``forward`` over rows [R, D] of its experts [R]: each row is a token with one route."""
+    weights = rows.new_ones(len(rows)) if weights is None else weights
+    if len(rows):
+        out: Tensor = forward(rows, experts[:, None], weights[:, None])
+        return out
+    # Some implementations cut the graph where there is no row, and this rank would leave its peers alone in backward.
+    rows, weights = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([weights, weights.new_zeros(1)])
+    return _one_route_per_row(forward, rows, experts.new_zeros(1), weights)[:0]
+
+
+class PatchedModel:
+    """What ``patch_model`` gives back: gradients, checkpoints and metrics of a model whose experts are sharded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: ProcessGroups | None,
+        dispatchers: list[Dispatcher[Any]],
+        layers: list[PatchedExperts],
+        gradients: ExpertGradients,
+    ) -> None:
+        self.model, self.groups = model, groups
+        self.dispatchers, self.layers, self.gradients = dispatchers, layers, gradients
+        own_save = getattr(model, "save_pretrained", None)
+        if own_save is not None:
+            save = functools.wraps(own_save)(functools.partial(self._save_pretrained, own_save))
+            model.save_pretrained = save  # type: ignore[assignment]
+
+    @property
+    def expert_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's experts by their name in the model: parameters whose first dimension is E_l."""
+        return self.gradients.experts
+
+    def sync_gradients(self) -> None:
+        """Make all gradients those of the global batch; see ``ExpertGradients.sync``. Needed once per step unless
+        attached."""
+        self.gradients.sync()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call ``sync_gradients`` before every step of ``optimizer`` that needs it. ``ValueError`` if it does not hold
+        the experts."""
+        self.gradients.attach(optimizer)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Like ``torch.nn.utils.clip_grad_norm_`` of the unpatched model; gives its norm, equal on all ranks.
+
+        Syncs the gradients first. torch's own function would clip every rank by another norm.
+        """
+        return self.gradients.clip(max_norm, norm_type, error_if_nonfinite)
+
+    def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
+        """The state dict of the unpatched model, experts gathered; collective over the EP_MP group.
+
+        On the CPU and on data-parallel rank 0 only (``{}`` elsewhere), unless ``all_ranks``. As with ``state_dict``,
+        what is not gathered may share memory with the model. ``model.save_pretrained(folder, state_dict=...)`` writes
+        it as a plain checkpoint.
+        """
+        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        if self.groups is None or self.groups.layout.ep_mp == 1:
+            mine = all_ranks or self.groups is None or dist.get_rank(self.groups.dp) == 0
+            return {name: tensor.cpu() for name, tensor in state.items()} if mine else {}
+        group, first = self.groups.ep_mp, dist.get_global_rank(self.groups.ep_mp, 0)
+        wanted = all_ranks or dist.get_rank(self.groups.dp) == 0
+        if not all_ranks and first != dist.get_global_rank(self.groups.dp, 0):
+            return {}
+        full = {}
+        for name, tensor in state.items():
+            if name in self.expert_parameters:
+                parts = [torch.empty_like(tensor) for _ in range(self.groups.layout.ep_mp)] if wanted else None
+                if all_ranks:
+                    dist.all_gather(parts, tensor.contiguous(), group=group)
+                else:
+                    dist.gather(tensor.contiguous(), parts, first, group=group)
+                if parts is not None:
+                    full[name] = torch.cat([part.cpu() for part in parts])
+            elif wanted:
+                full[name] = tensor.cpu()
+        return full
+
+    def _save_pretrained(
+        self, own_save: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> Any:
+        """``save_pretrained`` of a patched model; refuses a state dict in which experts are missing."""
+        if self.groups is not None and self.groups.layout.ep_mp > 1:
+            for name, parameter in self.expert_parameters.items():
+                if state_dict is None or name in state_dict and state_dict[name].shape == parameter.shape:
+                    raise ValueError(
+                        f"{name} would be saved with this rank's {parameter.shape[0]} experts alone; call"
+                        " full_state_dict() on all ranks and save_pretrained(folder, state_dict=...) with it on rank 0"
+                    )
+        return own_save(*args, state_dict=state_dict, **kwargs)
+
+    def metrics(self) -> Metrics:
+        """Drops, load and traffic for a trainer's display; no communication."""
+        asked = torch.stack([layer.asked.sum() for layer in self.layers]).sum()
+        accepted = torch.stack([layer.accepted.sum() for layer in self.layers]).sum()
+        return Metrics(
+            drop_rate=(asked - accepted).double() / asked.clamp(min=1),
+            expert_load={layer.name: layer.asked.sum(0) for layer in self.layers},
+            bytes_sent=sum(dispatcher.stats().get("bytes_sent", 0) for dispatcher in self.dispatchers),
+        )
+
+    def close(self) -> None:
+        """Release dispatchers and hooks; collective, before the process groups go. The model cannot run after it.
+        Idempotent."""
+        for layer in self.layers:
+            layer.close()
+        self.gradients.close()
+        for dispatcher in reversed(self.dispatchers):
+            dispatcher.close()
+
+
+def patch_model(
+    model: nn.Module,
+    config: EPConfig,
+    groups: ProcessGroups | None = None,
+    *,
+    pattern: str | None = None,
+    experts: str = "ours",
+    top_k: int | None = None,
+    broadcast: bool = False,
+) -> PatchedModel:
+    """Shard the experts of ``model`` over the EP_MP group, in place, and send their tokens through ``config``'s
+    dispatcher.
+
+    Every rank passes the whole model and keeps E/M experts of each experts module, under the same parameter names.
+    Collective; call it when the model is on its device and has its weights, before DDP and before the optimizer is
+    built.
+
+    Args:
+        groups: from ``ProcessGroups.create``; None for a single process.
+        pattern: names of the experts modules to patch, as a shell pattern ("model.layers.1?.*"); None: all. Others stay
+        replicated.
+        experts: "ours" reads the weights in place; "foreign" runs each module's own forward on the rows that arrive,
+        for a module whose
+            layout is not known here.
+        top_k: K; None takes it from the module's config.
+        broadcast: give all ranks the first rank's weights. Otherwise they must be equal already, which is checked.
+
+    Raises ``ValueError``, before anything is changed, for a model without (matching) experts modules, an unknown
+    layout, settings or degrees that do not fit, or ranks that start from different weights.
+    """
+    config.validate()
+    one_of("experts", experts, EXPERTS)
+    if config.weight_at == "input":
+        raise ValueError(
+            "weight_at='input' scales what experts read, but these models scale what they return; use 'hidden'"
+        )
+    _check_groups(config, groups)
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("the model is already wrapped by DDP: patch the model first, then wrap it")
+    modules = _choose(model, pattern)
+    layouts = {name: _layout(name, module) if experts == "ours" else None for name, module in modules.items()}
+    shapes = {name: _shape(name, module, config, groups, top_k) for name, module in modules.items()}
+    sharded = _sharded(modules)
+    if groups is not None:
+        broadcast_start(model, groups.dp) if broadcast else check_same_start(model, groups.dp)
+
+    dispatchers: dict[_Shape, Dispatcher[Any]] = {}
+    heap = None
+    for shape in dict.fromkeys(shapes.values()):
+        dispatchers[shape] = build_dispatcher(
+            config,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            hidden_size=shape.hidden_size,
+            dtype=shape.dtype,
+            group=None if groups is None else groups.ep_mp,
+            device=shape.device,
+            heap=heap,
+        )
+        heap = getattr(dispatchers[shape], "heap", None)  # the first one's, which closes it
+    for parameter in sharded.values():
+        _keep_own(parameter, groups)
+    dense = {name: p for name, p in model.named_parameters() if name not in sharded}
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ())) | set(sharded)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
+    gradients = ExpertGradients(dense, sharded, groups)
+    layers = [
+        PatchedExperts(name, module, dispatchers[shapes[name]], layouts[name], gradients)
+        for name, module in modules.items()
+    ]
+    return PatchedModel(model, groups, list(dispatchers.values()), layers, gradients)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What layers must share to share a dispatcher."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _check_groups(config: EPConfig, groups: ProcessGroups | None) -> None:
+    if groups is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"groups=None is for one process, but {dist.get_world_size()} are running: pass"
+                " ProcessGroups.create(layout(world_size, ep=...))"
+            )
+        return
+    others = {name: getattr(groups.layout, name) for name in ("tp", "pp", "cp", "etp")}
+    if any(degree != 1 for degree in others.values()):
+        raise ValueError(f"transformers models are sharded over experts alone here: {others} must all be 1")
+    if config.dispatcher == "local" and groups.layout.ep_mp > 1:
+        raise ValueError(f"dispatcher='local' keeps all experts on every rank, so ep={groups.layout.ep_mp} must be 1")
+
+
+def _choose(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
+    """The experts modules to patch, by name."""
+    found = find_experts(model)
+    if not found:
+        similar = list(similar_modules(model))
+        hint = f"; these are not called like one: {'; '.join(similar)}" if similar else ""
+        raise ValueError(
+            f"{type(model).__name__} has no experts module, forward(hidden_states, top_k_index, top_k_weights){hint}"
+        )
+    chosen = {name: module for name, module in found.items() if pattern is None or fnmatchcase(name, pattern)}
+    if not chosen:
+        raise ValueError(f"pattern={pattern!r} matches none of the experts modules: {', '.join(found)}")
+    for name, module in chosen.items():
+        if hasattr(module, "patched_experts"):
+            raise ValueError(f"{name} is already patched")
+    return chosen
+
+
+def _layout(name: str, module: nn.Module) -> ExpertsLayout:
+    check_layout(name, module)
+    return layout_of(name, module)
+
+
+def _shape(name: str, module: nn.Module, config: EPConfig, groups: ProcessGroups | None, top_k: int | None) -> _Shape:
+    weights = per_expert_parameters(name, module)
+    down = weights["down_proj"]
+    if top_k is None:
+        top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+        if not isinstance(top_k, int):
+            raise ValueError(
+                f"{name} has no config.num_experts_per_tok (found {top_k!r}): pass top_k=, the routes per token"
+            )
+    hidden_size = down.shape[2] if getattr(module, "is_transposed", False) else down.shape[1]
+    check_shape(
+        num_experts=down.shape[0], top_k=top_k, hidden_size=hidden_size, ep=1 if groups is None else groups.layout.ep_mp
+    )
+    return _Shape(down.shape[0], top_k, hidden_size, down.dtype, down.device)
+
+
+def _sharded(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """The experts' parameters by their name in the model."""
+    owners: dict[nn.Parameter, str] = {}
+    for name, module in modules.items():
+        for key, parameter in per_expert_parameters(name, module).items():
+            full = f"{name}.{key}" if name else key
+            if parameter in owners:
+                raise ValueError(
+                    f"{full} and {owners[parameter]} are one parameter; layers that share experts are not known"
+                )
+            owners[parameter] = full
+    return {name: parameter for parameter, name in owners.items()}
+
+
+def _keep_own(parameter: nn.Parameter, groups: ProcessGroups | None) -> None:
+    """Cut an expert parameter [E, ...] down to this rank's experts [E_l, ...] and free the others."""
+    if groups is not None and groups.layout.ep_mp > 1:
+        own = experts_of(parameter.shape[0], groups.layout.ep_mp, dist.get_rank(groups.ep_mp))
+        parameter.data = parameter.data[own.start : own.stop].clone()
