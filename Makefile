@@ -20,6 +20,7 @@ bench: $(READY)
 	$(BIN)/ep-bench dispatch --device cpu
 
 $(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	@echo 'Installing into .venv (a few minutes the first time) ...'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,megatron,dev]'

@@ -36,20 +36,19 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def join_group(rank: int, world: int, store: str, timeout: float) -> None:
-    """Make the WORLD group of one task: gloo on loopback, its collectives bounded by ``timeout`` seconds."""
+    """Make the WORLD group of one task: gloo on loopback, its collectives bounded by ``timeout`` seconds.
+
+    Returns when all ranks are connected, so that one that fails at once does not break the others' connecting.
+    """
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world),
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    limit = datetime.timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+    dist.barrier()
 
 
 def leave_group(in_step: bool) -> None:
@@ -83,16 +82,20 @@ def _work(conn: Connection, stacks: str) -> None:
         except EOFError:
             return
         environment = dict(os.environ)
-        failed = False
+        step = "load"
         try:
             fn, rank, world, args, store, timeout = pickle.loads(task)
+            step = "join"
             join_group(rank, world, store, timeout)
+            step = "call"
             message = pickle.dumps(("value", fn(rank, world, *args)))
+            step = "done"
         except BaseException:  # pytest's outcomes and SystemExit are failures to report too
-            failed = True
             message = pickle.dumps(("error", traceback.format_exc()))
         conn.send_bytes(message)
-        leave_group(in_step=not failed)
+        if step == "join":
+            return  # torch has counted the group that failed; it would look for the next one under a name of its own
+        leave_group(in_step=step == "done")
         os.environ.clear()
         os.environ.update(environment)
         conn.send_bytes(pickle.dumps(("idle", None)))
@@ -223,7 +226,8 @@ class Pool:
                 except (EOFError, ConnectionError):
                     worker = busy.pop(rank)
                     worker.process.join()
-                    fail(rank, "died", f"exit code {worker.process.exitcode}")
+                    if rank not in outcomes or outcomes[rank][0] == "value":
+                        fail(rank, "died", f"exit code {worker.process.exitcode}")
                     continue
                 if kind == "idle":
                     busy.pop(rank)
@@ -283,7 +287,7 @@ def run_fresh(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     """Call ``fn(rank, world, *args)`` in ``world`` new processes with a gloo group, and say how each ended.
 
     An uncaught exception ends its process as Python ends it: exit code 1 and the traceback on stderr. Whatever runs
-    after ``timeout`` seconds (importing torch included) is killed together with its children.
+    ``timeout`` seconds after the group was made is killed together with its children.
     """
     with tempfile.TemporaryDirectory(prefix="ep-plugin-tests-") as name:
         folder = Path(name)
@@ -303,6 +307,11 @@ def run_fresh(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
                         start_new_session=True,
                     )
                 )
+        starting = time.monotonic() + START_SECONDS
+        for rank, process in enumerate(processes):
+            joined = folder / f"joined-{rank}"
+            while not joined.exists() and process.poll() is None and time.monotonic() < starting:
+                time.sleep(0.02)
         deadline = time.monotonic() + timeout
         hung = [not _ended(process, deadline) for process in processes]
         for process in (p for p, h in zip(processes, hung, strict=True) if h):
@@ -336,6 +345,7 @@ def _fresh_main(folder: str, rank: int, world: int, timeout: float) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     fn, args = pickle.loads((Path(folder) / "task").read_bytes())
     join_group(rank, world, f"{folder}/store", timeout)
+    (Path(folder) / f"joined-{rank}").touch()
     fn(rank, world, *args)
     leave_group(in_step=True)
 

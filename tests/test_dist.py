@@ -85,6 +85,31 @@ def test_a_raising_rank_fails_the_task_and_frees_its_peers(own_pool):
     assert [total for total, _ in own_pool.run(total_rank, 3, 0)] == [3, 3, 3]
 
 
+def test_a_rank_that_cannot_join_does_not_spoil_the_next_task(own_pool):
+    """Catches a worker reused after its group could not be made, which then waits under another group's name."""
+    before = pids(own_pool, 2)
+    with pytest.raises(AssertionError, match="rank 0: raised") as failure:
+        own_pool.run(total_rank, 2, NoNetworkIn(before[0]), timeout=20)
+    assert "no-such-interface" in str(failure.value)
+    assert [total for total, _ in own_pool.run(total_rank, 2, 5, timeout=20)] == [11, 11]
+
+
+class NoNetworkIn:
+    """An argument that, when it reaches one process, hides the network from gloo there."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def __reduce__(self):
+        return hide_network, (self.pid,)
+
+
+def hide_network(pid):
+    if os.getpid() == pid:
+        os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
+    return 0
+
+
 def test_an_exiting_rank_is_a_failure(own_pool):
     """Catches SystemExit(0) taken for success."""
     with pytest.raises(AssertionError, match="SystemExit"):
@@ -144,7 +169,7 @@ def running(pid):
 
 def test_fresh_processes_report_exit_code_and_stderr():
     """Catches a crash of a process that the parent does not see, and a stuck peer that is left running."""
-    raised, hung, died = run_fresh(fresh_outcomes, 3, timeout=12)
+    raised, hung, died = run_fresh(fresh_outcomes, 3, timeout=4)
     assert raised.code == 1 and "ValueError: wrong on 0" in raised.stderr and not raised.hung
     assert hung.hung and hung.code == -signal.SIGKILL and "fresh_outcomes" in hung.stderr
     assert died.code == -signal.SIGTERM and not died.hung and "printed" in died.stdout
