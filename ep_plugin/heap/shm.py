@@ -191,6 +191,7 @@ class ShmHeap(Heap):
         """Make our region, map everyone's, and agree that all ranks have: the maps and the processes by rank."""
         phase = Phase("alloc", f"buffer '{label}'")
         fd, offer = -1, Offer(self._process)
+        maps: list[mmap.mmap] = []
         try:
             try:
                 fd = region.create(nbytes, label)
@@ -202,7 +203,7 @@ class ShmHeap(Heap):
             if len({o.nbytes for o in offers}) > 1:
                 asked = ", ".join(f"{name}: {o.nbytes}" for name, o in zip(self._names, offers, strict=True))
                 raise RuntimeError(f"buffer '{label}': all ranks must ask for the same bytes, not {asked}")
-            maps, error_text = [], ""
+            error_text = ""
             for peer, o in enumerate(offers):
                 try:
                     maps.append(mmap.mmap(fd, nbytes) if peer == self.rank else region.attach(o, self._process))
@@ -212,6 +213,10 @@ class ShmHeap(Heap):
             # No peer needs our descriptor after this.
             self._raise_if_failed(label, [fields["error"] for fields in gather({"error": error_text}, phase)])
             return maps, [o.process for o in offers]
+        except BaseException:
+            for m in maps:
+                m.close()
+            raise
         finally:
             if fd >= 0:
                 os.close(fd)
