@@ -1,0 +1,110 @@
+"""Everything that can be found wrong with a launch before any process group is made.
+
+Each function raises ``ValueError`` with one line that quotes the setting, its value and what would be right.
+"""
+
+from __future__ import annotations
+
+from ..config import check_shape
+from ..topology import Layout, layout
+from .checkpoint import Header, check_resume
+from .settings import RunConfig
+from .text import corpus_files
+
+GPU_HEAPS = ("torch", "nvshmem")
+
+
+def check_settings(config: RunConfig, world: int) -> Layout:
+    """Check ``config`` for a world of ``world`` processes and return its layout. Needs no torch."""
+    config.validate()
+    topology = config.topology
+    for name in ("tp", "pp", "cp", "etp"):
+        if getattr(topology, name) != 1:
+            raise ValueError(
+                f"topology.{name}={getattr(topology, name)}: this launcher shards its models by data and experts only,"
+                f" so {name} must be 1 here (ep-topology shows layouts with {name} > 1)"
+            )
+    ep = world if topology.ep is None else topology.ep
+    if ep > world:
+        raise ValueError(
+            f"topology.ep={ep} is larger than the world of {_processes(world)};"
+            f" start {ep} (nproc={ep}, or torchrun --nproc-per-node {ep}) or set topology.ep to at most {world}"
+        )
+    chosen = layout(world, tp=topology.tp, pp=topology.pp, cp=topology.cp, etp=topology.etp, ep=ep)
+    model = config.model
+    check_shape(num_experts=model.num_experts, top_k=model.top_k, hidden_size=model.hidden_size, ep=ep)
+    if config.ep.dispatcher == "local" and ep != 1:
+        kept = "ep=local" if config.patch_experts else "ep=none"
+        raise ValueError(f"topology.ep={ep}: {kept} keeps every expert on every rank, so topology.ep must be 1")
+    if config.patch_experts and config.ep.weight_at == "input":
+        raise ValueError(
+            "ep.weight_at='input' scales what experts read; these models scale what they return: use 'hidden'"
+        )
+    batch_size = config.trainer.batch_size
+    if batch_size % chosen.dp:
+        raise ValueError(
+            f"trainer.batch_size={batch_size} sequences do not divide over {chosen.dp} data-parallel ranks;"
+            f" {-(-batch_size // chosen.dp) * chosen.dp} would"
+        )
+    _check_text(config)
+    resume = config.trainer.resume
+    if resume is not None:
+        check_resume(resume, Header(config.trainer.steps, world, ep, config.patch_experts))
+    return chosen
+
+
+def check_comparable(variants: dict[str, RunConfig]) -> None:
+    """Check that the variants of a launch see the same batches at the same steps."""
+    (first, reference), *others = variants.items()
+    for name, config in others:
+        for what, a, b in (
+            ("data", reference.data, config.data),
+            ("seed", reference.seed, config.seed),
+            *(
+                (f"trainer.{field}", getattr(reference.trainer, field), getattr(config.trainer, field))
+                for field in ("steps", "batch_size", "seq_len", "device")
+            ),
+        ):
+            if a != b:
+                raise ValueError(
+                    f"variants.{name} has {what}={b}, but variants.{first} has {a}; compared runs need the same"
+                )
+        if config.trainer.resume is not None:
+            raise ValueError(f"trainer.resume={config.trainer.resume!r} resumes one run, and this launch has variants")
+
+
+def check_machine(config: RunConfig) -> str:
+    """Check that this machine has what ``config`` asks for, and return the device type, ``cpu`` or ``cuda``."""
+    import torch
+
+    from .model import transformers_config
+
+    cuda = torch.cuda.is_available()
+    device = config.trainer.device
+    if device == "auto":
+        device = "cuda" if cuda else "cpu"
+    if device == "cuda" and not cuda:
+        raise ValueError("trainer.device='cuda': torch sees no CUDA device here; use trainer.device=cpu")
+    uses_heap = config.patch_experts and config.ep.dispatcher == "rowwise"
+    if uses_heap and config.ep.heap in GPU_HEAPS and device != "cuda":
+        seen = "trainer.device is cpu" if cuda else "torch sees no CUDA device here"
+        raise ValueError(f"ep.heap={config.ep.heap!r} needs a CUDA device, and {seen}; use ep.heap=shm or auto")
+    if uses_heap and config.ep.heap == "shm" and device != "cpu":
+        raise ValueError("ep.heap='shm' is memory of CPU processes; use trainer.device=cpu, or ep.heap=auto")
+    if config.cluster.backend == "nccl" and device != "cuda":
+        raise ValueError("cluster.backend='nccl' needs CUDA devices; use cluster.backend=gloo or auto")
+    transformers_config(config.model)
+    return device
+
+
+def _check_text(config: RunConfig) -> None:
+    root, files = corpus_files(config.data)
+    size = sum(file.stat().st_size for file in files)
+    if config.data.max_bytes is not None:
+        size = min(size, config.data.max_bytes)
+    if size < config.trainer.seq_len:
+        raise ValueError(f"the text of {root} has {size} bytes, fewer than trainer.seq_len={config.trainer.seq_len}")
+
+
+def _processes(world: int) -> str:
+    return "1 process" if world == 1 else f"{world} processes"
