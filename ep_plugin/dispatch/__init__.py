@@ -66,8 +66,10 @@ def build_dispatcher(
     kwargs["owns_heap"] = heap is None
     if heap is None:
         heap = open_heap(config.heap, group, device, config.timeout_s)
-    if device.type == "cuda":
+    if not heap.host_visible:
+        from ..heap.device import DeviceHeap
         from .rowwise_device import DeviceRowwiseDispatcher
 
+        assert isinstance(heap, DeviceHeap)
         return DeviceRowwiseDispatcher(config, heap=heap, **kwargs)
     return RowwiseDispatcher(config, heap=heap, **kwargs)

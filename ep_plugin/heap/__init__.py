@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 import torch
@@ -48,12 +49,36 @@ def open_heap(
     Raises ValueError when the backend cannot serve the device, RuntimeError when the machine cannot serve the backend.
     """
     device = torch.device(device)
-    if device.type != "cpu":
-        raise ValueError(f"heap={name!r} on device {str(device)!r}: the only heap is 'shm', which serves device 'cpu'")
-    if name not in ("auto", "shm"):
-        raise ValueError(f"heap={name!r} cannot serve device 'cpu': use 'shm' or 'auto'")
-    from ep_plugin.heap.shm import ShmHeap
+    if name == "auto":
+        name, why = _choose(device)
+        logger.info("heap=auto is %r for device %s: %s", name, device, why)
+    if name == "shm":
+        if device.type != "cpu":
+            raise ValueError(f"heap='shm' serves device 'cpu', not {str(device)!r}: use 'torch', 'nvshmem' or 'auto'")
+        from ep_plugin.heap.shm import ShmHeap
 
-    heap = ShmHeap(group, timeout_s)
-    logger.info("heap shm (%s): shared memory of %d CPU processes on this host", name, heap.world)
-    return heap
+        return ShmHeap(group, timeout_s)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ValueError(f"heap={name!r} needs CUDA, and the device is {str(device)!r}: use 'shm' or 'auto'")
+    if name == "nvshmem":
+        from ep_plugin.heap.nvshmem import NvshmemHeap
+
+        return NvshmemHeap(group, device, timeout_s)
+    if name == "torch":
+        from ep_plugin.heap.torch_symm import TorchHeap
+
+        return TorchHeap(group, device, timeout_s)
+    raise ValueError(f"heap={name!r} is not one of auto, shm, torch, nvshmem")
+
+
+def _choose(device: torch.device) -> tuple[str, str]:
+    """The backend for ``device``, and why."""
+    if device.type == "cpu":
+        return "shm", "shared memory of CPU processes on this host"
+    if importlib.util.find_spec("nvshmem") is None:
+        return "torch", "nvshmem4py is not installed"
+    from ep_plugin.heap import nvshmem
+
+    if nvshmem.in_use():
+        return "torch", "this process already has an NVSHMEM world"
+    return "nvshmem", "nvshmem4py is installed"

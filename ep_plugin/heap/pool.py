@@ -117,9 +117,14 @@ class SlotPool:
     def base_ptrs(self) -> Tensor:
         """int64 [world]: where the pool starts at every rank; a slot's address is this plus its handle (fixed size
         only)."""
-        if len(self._segments) != 1 or self._segments[0].buffer is None:
+        if len(self._segments) != 1:
             raise RuntimeError(f"pool '{self.label}' has grown: a handle alone does not place its slots")
         return self._segments[0].buffer.ptrs
+
+    @property
+    def last_handle(self) -> int:
+        """The largest handle of a pool of fixed size."""
+        return (self._segments[0].slots - 1) * self._segments[0].slot_bytes
 
     def acquire(self, phase: Phase | None = None) -> Slot | None:
         """A free slot, chosen locally; None if all are leased, also after one garbage collection.
@@ -161,9 +166,8 @@ class SlotPool:
         """Collective: give the memory back to the heap. Tensors that still lease it stay readable on CPU heaps only."""
         with self._lock:
             for segment in self._segments:
-                if segment.buffer is not None:
+                if not segment.buffer.closed:
                     self.heap.free(segment.buffer)
-                    segment.buffer = None
                 segment.retired = True
 
     def stats(self) -> PoolStats:

@@ -1,0 +1,461 @@
+"""Rowwise expert parallelism on GPUs: the movements of ``rowwise`` as kernels on the current stream, with no host sync.
+
+The counts never reach the host, so buffers have a bound (``routing.rows_bound``) and ``Dispatched.num_rows`` is None.
+What the kernels cannot raise (a late peer, a dropless overflow) they record, and ``check`` raises it before the
+optimizer step.
+
+Payload slots are leased and advertised as on CPU. Scratch lies at one place on all ranks; before a region is written
+again, the writers wait for its owner's signal that it has been read (``_Scratch.free``). All tickets are device memory
+that each signal overwrites, so that a CUDA graph can replay a step.
+
+Legend: T local tokens, K routes per token, E experts, M ranks, D hidden size, RB bound of rows received, T_max most
+tokens of a source."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..heap import HeapAborted, HeapClosed, HeapTimeout, Phase
+from ..heap.device import DeviceHeap
+from ..heap.pool import SlotPool
+from ..kernels import route_map_triton as route_map
+from ..kernels.copy_triton import copy_prefix
+from ..kernels.fan_out_triton import fan_out, fill_tail
+from ..kernels.peers import Peers
+from ..kernels.put_triton import put_meta, put_rows, put_unique, put_values
+from ..kernels.reduce import accumulation_dtype
+from ..kernels.reduce_triton import get_reduce, pre_reduce_put, sum_partials
+from ..kernels.scalars_triton import get_values, put_scalars, take_scalars
+from ..routing import RouteMap, drop_metrics, rows_bound
+from .base import Arrived, Dispatcher, Rebuild, RouteState, span
+from .layout import Part, Region
+
+CHANNEL = 0
+PLAN = 0  # the operation that a plan's record names
+
+
+class RouteOverflow(RuntimeError):
+    """Dropless routes did not fit the buffers of a step; the step must be discarded and run again after ``regrow``."""
+
+
+@dataclass
+class DeviceState(RouteState):
+    """Adds ``local_rows`` int32 [M, T_max, K] (dedup): this rank's rows of every source's tokens, −1 elsewhere.
+
+    Between plan and dispatch it holds the leased ``payload`` and ``records`` int64 [M, 4 + E], what every rank sent in
+    plan."""
+
+    local_rows: Tensor | None = None
+    records: Tensor | None = None
+    payload: Tensor | None = None
+    topk_weight: Tensor | None = None
+
+    @property
+    def num_rows(self) -> None:
+        return None
+
+    def tensors(self) -> tuple[Any, ...]:
+        return (*super().tensors(), self.local_rows)
+
+    @classmethod
+    def restore(cls, layer: str, tensors: tuple[Any, ...]) -> DeviceState:
+        return cls(layer, RouteMap(*tensors[:6]), tensors[6])
+
+
+class _Scratch:
+    """One symmetric region at the same place on all ranks, written by peers (or read by them) and used at once.
+
+    ``free`` is the ticket of the signal by which every owner says that its region may be written again.
+    """
+
+    def __init__(self, heap: DeviceHeap, layout: Region, label: str) -> None:
+        self.heap, self.layout = heap, layout
+        self.buffer = heap.alloc(layout.nbytes, label)
+        self.free = torch.zeros(1, dtype=torch.int64, device=heap.device)
+        self._parts: dict[str, Tensor] = {}
+
+    def local(self, name: str) -> Tensor:
+        """The own region's part ``name``."""
+        if name not in self._parts:
+            part = self.layout[name]
+            self._parts[name] = self.buffer.view(self.heap.rank, part.offset, part.shape, part.dtype)
+        return self._parts[name]
+
+    def peers(self, name: str) -> Peers:
+        """Every rank's part ``name``."""
+        return Peers(self.buffer.ptrs, offset=self.layout[name].offset)
+
+    def claim(self, phase: Phase) -> None:
+        """Wait until every owner has read what was there."""
+        self.heap.wait(self.free, channel=CHANNEL, phase=phase)
+
+    def done(self, phase: Phase) -> None:
+        """Say that this rank's region has been read (and that this rank has read its peers')."""
+        self.heap.post(channel=CHANNEL, phase=phase, ticket=self.free)
+
+
+class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
+    """``dispatcher='rowwise'`` over a GPU heap.
+
+    Buffers are made for ``config.max_tokens`` tokens a rank; where it is None, for the most that any rank passes to
+    the first plan (which then waits for the device once). ``config.slots`` payload slots (default 4) serve the
+    forwards in flight."""
+
+    name = "rowwise"
+
+    def __init__(self, *args: Any, heap: DeviceHeap, owns_heap: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heap, self.owns_heap = heap, owns_heap
+        self.acc = accumulation_dtype(self.dtype)
+        self.max_tokens = self.max_rows = 0
+        self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)  # what route maps could not raise
+        self.captured: list[Tensor] = []  # slots that belong to a captured graph
+        if self.config.max_tokens is not None:
+            self._make(self.config.max_tokens, 0)
+
+    def _make(self, max_tokens: int, max_rows: int) -> None:
+        """Collective: the buffers for ``max_tokens`` tokens of a source and at least ``max_rows`` rows of an expert
+        rank."""
+        self.max_tokens = max_tokens
+        bound = rows_bound(self.config.capacity, self.top_k, max_tokens, self.world, self.num_experts)
+        self.max_rows = max(bound, max_rows)
+        stage, k, rows, wide = self.world * max_tokens, self.top_k, self.max_rows, self.hidden_size
+        if self.config.form == "dedup":
+            self.payload_region = Region(
+                Part("stage", (stage, wide), self.dtype),
+                Part("local_rows", (self.world, max_tokens, k), torch.int32),
+                Part("weights", (self.world, max_tokens, k), self.acc),
+            )
+            partial = Region(
+                Part("rows", (self.world, max_tokens, wide), self.dtype),
+                Part("scalars", (self.world, max_tokens, k), self.acc),
+            )
+            self.partial = _Scratch(self.heap, partial, "partial sums")
+            self.grads = _Scratch(self.heap, Region(Part("stage", (stage, wide), self.dtype)), "gradient rows")
+        else:
+            self.payload_region = Region(
+                Part("rows", (rows, wide), self.dtype),
+                Part("weights", (rows,), self.acc),
+                Part("routes", (rows,), torch.int64),
+            )
+            out = Region(Part("rows", (rows, wide), self.dtype), Part("scalars", (rows,), self.acc))
+            self.outputs = _Scratch(self.heap, out, "expert outputs")
+            self.grad_pool = SlotPool(
+                self.heap, Region(Part("rows", (rows, wide), self.dtype)).nbytes, 3, "gradient rows"
+            )
+        self.payload = SlotPool(self.heap, self.payload_region.nbytes, self.config.slots or 4, "payload")
+
+    def _agree(self, num_tokens: int) -> None:
+        """Collective, once: size the buffers by the largest first batch."""
+        most = torch.tensor([num_tokens], dtype=torch.int64, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.heap.group)
+        self._make(max(1, int(most)), 0)
+
+    def _lease(self, pool: SlotPool, layer: str) -> tuple[int, Tensor]:
+        """A free slot: its handle and the tensor that owns it."""
+        slot = pool.acquire()
+        if slot is None:
+            raise RuntimeError(
+                f"all {pool.stats().slots} {pool.label} slots of EP rank {self.rank} are leased at layer {layer!r}:"
+                f" slots={self.config.slots or 4} must be at least the number of MoE forwards in flight plus the MoE"
+                f" layers of one"
+                " checkpointed region"
+            )
+        tensor = slot.tensor()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.captured.append(tensor)  # a replay writes it again, whoever is alive then
+        if self.config.diagnostic_fill != "none":
+            tensor.fill_(0 if self.config.diagnostic_fill == "zero" else 0xFF)
+        return slot.handle, tensor
+
+    def _stamp(self, layer: str) -> int:
+        return zlib.crc32(layer.encode())
+
+    def _sync(self, phase: Phase) -> None:
+        """Everyone's writes before this are visible to everyone's kernels after it."""
+        with span("wait"):
+            self.heap.wait(self.heap.post(channel=CHANNEL, phase=phase), channel=CHANNEL, phase=phase)
+
+    def plan(self, topk_idx: Tensor, *, layer: str = "") -> DeviceState:
+        with self.guard("plan", layer):
+            self.heap.check()
+            self.check_routes(topk_idx)
+            num_tokens = topk_idx.shape[0]
+            if not self.max_tokens:
+                self._agree(num_tokens)
+            if num_tokens > self.max_tokens:
+                raise ValueError(
+                    f"{num_tokens} tokens exceed max_tokens={self.max_tokens}, for which the buffers were made; set"
+                    f" max_tokens to the"
+                    " most tokens a rank passes to one layer call"
+                )
+            handle, payload = self._lease(self.payload, layer)
+            phase = Phase("plan", layer)
+            m = route_map.DeviceMap.empty(num_tokens, self.top_k, self.num_experts, self.world, self.device, self.flags)
+            record = torch.empty(route_map.HEADER + self.num_experts, dtype=torch.int64, device=self.device)
+            with span("count"):
+                route_map.count(topk_idx, m.block_counts, m.flags)
+                header = (PLAN, self._stamp(layer), handle, num_tokens)
+                route_map.offsets_and_record(m.block_counts, record, header)
+            with span("exchange"):
+                records = self.heap.exchange(record, channel=CHANNEL, phase=phase)
+            with span("route map"):
+                capacity, bound = self.config.capacity, self.max_rows
+                route_map.accept(records, m, rank=self.rank, capacity=capacity, top_k=self.top_k, bound=bound)
+                route_map.build(topk_idx, m, rank=self.rank, bound=bound)
+            found = RouteMap(m.dest_rank, m.dest_row, m.counts, m.accepted, m.tokens, m.offsets)
+            return DeviceState(layer, found, records=records, payload=payload)
+
+    # Table 8, dispatch forward: PUT
+
+    def send(self, state: DeviceState, x: Tensor, topk_weight: Tensor, arrived: Arrived) -> tuple[Tensor, Tensor]:
+        if state.payload is None or state.records is None:
+            raise RuntimeError(f"dispatch of layer {state.layer!r} was called twice for one plan")
+        payload, records, region, dest = state.payload, state.records, self.payload_region, state.map
+        state.payload = state.records = None
+        phase = Phase("dispatch", state.layer)
+        x, weights = x.contiguous(), topk_weight.to(self.acc).contiguous()
+        state.topk_weight = weights if self.config.weight_at == "output" else None
+
+        def peers(name: str) -> Peers:
+            return self._slots(self.payload, records[:, route_map.HANDLE], region[name].offset)
+
+        if self.config.form == "route":
+            with span("put"):
+                put_rows(x, peers("rows"), dest.dest_rank, dest.dest_row, num_rows=self.max_rows)
+                put_values(weights, peers("weights"), dest.dest_rank, dest.dest_row, num_rows=self.max_rows)
+                first = self.rank * self.max_tokens * self.top_k
+                put_values(None, peers("routes"), dest.dest_rank, dest.dest_row, num_rows=self.max_rows, first=first)
+            self._sync(phase)
+            routes = region.view(payload, "routes").clone()
+            row_weights = region.view(payload, "weights").clone()
+            fill_tail(routes, dest.offsets[-1:], -1)
+            fill_tail(row_weights, dest.offsets[-1:])
+            arrived.route_of_row = routes
+            return region.view(payload, "rows"), row_weights
+
+        first = self.rank * self.max_tokens
+        with span("put"):
+            put_meta(dest.dest_rank, dest.dest_row, weights, peers("local_rows"), peers("weights"), first)
+            put_unique(x, peers("stage"), dest.dest_rank, first)
+        self._sync(phase)
+        with span("fan-out"):
+            stage = region.view(payload, "stage")
+            state.local_rows = region.view(payload, "local_rows").clone()  # small; out of the slot, so as not to pin it
+            rows = x.new_empty((self.max_rows, self.hidden_size))
+            row_weights = weights.new_empty(self.max_rows)
+            routes = torch.empty(self.max_rows, dtype=torch.int64, device=x.device)
+            fan_out(
+                stage,
+                state.local_rows,
+                dest.tokens,
+                rows,
+                weights=region.view(payload, "weights"),
+                weights_out=row_weights,
+                route_of_row=routes,
+            )
+            fill_tail(routes, dest.offsets[-1:], -1)
+            fill_tail(row_weights, dest.offsets[-1:])
+            arrived.route_of_row = routes
+            bound = self.max_rows
+
+            def again(saved: tuple[Tensor, ...], num_rows: int | None) -> Tensor:
+                out = saved[0].new_empty((bound, saved[0].shape[1]))
+                fan_out(saved[0], saved[1], saved[2], out)
+                return out
+
+            arrived.rebuild = Rebuild((stage, state.local_rows, dest.tokens), again)
+        return rows, row_weights
+
+    # Table 8, combine forward: GET, or PUT of partials
+
+    def give_back(
+        self, state: DeviceState, y: Tensor, weights: Tensor | None, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        y = y.contiguous()
+        at_output = weights is not None and self.config.weight_at == "output"
+        if self.config.form == "dedup":
+            out, _ = self._reduce_put(Phase("combine", state.layer), state, y, None, weights)
+            assert out is not None
+            return out, None
+        by_route = state.topk_weight if at_output else weights
+        state.topk_weight = None
+        dest = state.map
+        phase = Phase("combine", state.layer)
+        self._publish(phase, state, y, None)
+        out = y.new_empty((state.num_tokens, self.hidden_size))
+        kept = y.new_empty((state.num_tokens, self.top_k, self.hidden_size)) if keep else None
+        with span("get and reduce"):
+            w = None if by_route is None else by_route.to(self.acc).contiguous()
+            where = self.outputs.peers("rows")
+            get_reduce(where, dest.dest_rank, dest.dest_row, w, out, num_rows=self.max_rows, gathered=kept)
+        self.outputs.done(phase)
+        return out, kept
+
+    # Table 8, combine backward: PUT
+
+    def send_grad(self, state: DeviceState, grad: Tensor, scale: Tensor | None) -> Tensor:
+        dest, phase = state.map, Phase("combine backward", state.layer)
+        scale = None if scale is None else scale.contiguous()
+        if self.config.form == "route":
+            handle, slot = self._lease(self.grad_pool, state.layer)
+            with span("exchange"):
+                own = torch.full((1,), handle, dtype=torch.int64, device=grad.device)
+                handles = self.heap.exchange(own, channel=CHANNEL, phase=phase)
+            with span("put"):
+                where = self._slots(self.grad_pool, handles[:, 0], 0)
+                put_rows(grad, where, dest.dest_rank, dest.dest_row, scale, num_rows=self.max_rows)
+            self._sync(phase)
+            return (
+                slot[: self.max_rows * self.hidden_size * self.dtype.itemsize].view(self.dtype).view(self.max_rows, -1)
+            )
+        assert state.local_rows is not None and scale is None
+        self.grads.claim(phase)
+        with span("put"):
+            put_unique(grad, self.grads.peers("stage"), dest.dest_rank, self.rank * self.max_tokens)
+        self._sync(phase)
+        rows = grad.new_empty((self.max_rows, self.hidden_size))
+        with span("fan-out"):
+            fan_out(self.grads.local("stage"), state.local_rows, dest.tokens, rows)
+        self.grads.done(phase)
+        return rows
+
+    # Table 8, dispatch backward: GET, or PUT of partials
+
+    def return_grad(
+        self, state: DeviceState, grad_rows: Tensor | None, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        phase, dest = Phase("dispatch backward", state.layer), state.map
+        grad_rows = None if grad_rows is None else grad_rows.contiguous()
+        grad_weights = None if grad_weights is None else grad_weights.contiguous()
+        if self.config.form == "dedup":
+            return self._reduce_put(phase, state, grad_rows, grad_weights, None)
+        self._publish(phase, state, grad_rows, grad_weights)
+        grad_x = grad_w = None
+        with span("get and reduce"):
+            if grad_rows is not None:
+                grad_x = grad_rows.new_empty((state.num_tokens, self.hidden_size))
+                where = self.outputs.peers("rows")
+                get_reduce(where, dest.dest_rank, dest.dest_row, None, grad_x, num_rows=self.max_rows)
+            if grad_weights is not None:
+                grad_w = grad_weights.new_empty((state.num_tokens, self.top_k))
+                where = self.outputs.peers("scalars")
+                get_values(where, dest.dest_rank, dest.dest_row, grad_w, num_rows=self.max_rows)
+        self.outputs.done(phase)
+        return grad_x, grad_w
+
+    def _slots(self, pool: SlotPool, handles: Tensor, offset: int) -> Peers:
+        """A part, ``offset`` bytes into the slot that every rank advertised."""
+        return Peers(pool.base_ptrs, handles, max_handle=pool.last_handle, offset=offset)
+
+    def _publish(self, phase: Phase, state: DeviceState, rows: Tensor | None, scalars: Tensor | None) -> None:
+        """Put the valid rows where the peers can GET them, and say so."""
+        self.outputs.claim(phase)
+        with span("stage"):
+            if rows is not None:
+                copy_prefix(rows, self.outputs.local("rows"), state.map.offsets[-1:])
+            if scalars is not None:
+                self.outputs.local("scalars")[: scalars.shape[0]].copy_(scalars)
+        self._sync(phase)
+
+    def _reduce_put(
+        self, phase: Phase, state: DeviceState, rows: Tensor | None, scalars: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Sum the rows of each token here, write the partials (and one scalar per route) at its source, sum those
+        there."""
+        dest, local_rows = state.map, state.local_rows
+        assert local_rows is not None
+        self.partial.claim(phase)
+        with span("reduce and put"):
+            if rows is not None:
+                pre_reduce_put(
+                    rows,
+                    local_rows,
+                    dest.tokens,
+                    self.partial.peers("rows"),
+                    self.rank,
+                    weights=None if weights is None else weights.contiguous(),
+                )
+            if scalars is not None:
+                put_scalars(scalars, local_rows, dest.tokens, self.partial.peers("scalars"), self.rank)
+        self._sync(phase)
+        out = back = None
+        with span("sum"):
+            if rows is not None:
+                out = rows.new_empty((state.num_tokens, self.hidden_size))
+                sum_partials(self.partial.local("rows"), dest.dest_rank, out)
+            if scalars is not None:
+                back = scalars.new_empty((state.num_tokens, self.top_k))
+                take_scalars(self.partial.local("scalars"), dest.dest_rank, back)
+        self.partial.done(phase)
+        return out, back
+
+    def fail(self, phase: str, layer: str, error: BaseException) -> None:
+        if not isinstance(error, HeapAborted | HeapTimeout | HeapClosed):
+            self.heap.abort(Phase(phase, layer), f"{type(error).__name__}: {error}")
+
+    def check(self) -> None:
+        """Raise what the kernels could not: a late or stopped peer (rank, layer, phase), a bad id, an
+        overflow.
+
+        Call it before the optimizer step. It waits for the work enqueued so far.
+        """
+        torch.cuda.current_stream(self.device).synchronize()
+        self.heap.check()
+        flags = int(self.flags)
+        if flags & route_map.BAD_ID:
+            raise ValueError(
+                f"topk_idx held an expert id outside [-1, {self.num_experts}) in a step since the last check"
+            )
+        if flags & route_map.DISAGREE:
+            raise RuntimeError(
+                "EP ranks disagree: they planned different layers at the same time. All ranks of an EP group must run"
+                " the same layers in the same order"
+            )
+        if flags & route_map.OVERFLOW:
+            raise RouteOverflow(
+                f"more rows arrive at one expert rank than its buffers hold ({self.max_rows}, capacity.factor="
+                f"{self.config.capacity.factor}): the routes past them were skipped on every rank. Discard this step,"
+                " call regrow(rows) on every rank and run it again, or raise capacity.factor"
+            )
+
+    def regrow(self, rows: int) -> None:
+        """Collective: make the buffers again for at least ``rows`` rows of an expert rank. No step may be in flight."""
+        torch.cuda.synchronize(self.device)
+        self.flags.zero_()
+        self._free()
+        self._make(self.max_tokens, rows)
+
+    def metrics(self, state: DeviceState) -> dict[str, Tensor]:
+        return drop_metrics(state.map, bound=self.max_rows)
+
+    def stats(self) -> dict[str, Any]:
+        """payload slots: total, in use, peak."""
+        if not self.max_tokens:
+            return {}
+        payload = self.payload.stats()
+        return {"slots": payload.slots, "slots_in_use": payload.in_use, "slots_peak": payload.peak}
+
+    def close(self) -> None:
+        self.captured.clear()
+        if self.owns_heap:
+            self.heap.close()
+        elif self.max_tokens:
+            self._free()
+        self.max_tokens = 0
+
+    def _free(self) -> None:
+        """Collective: give the buffers back to the heap."""
+        self.payload.close()
+        if self.config.form == "dedup":
+            self.heap.free(self.partial.buffer)
+            self.heap.free(self.grads.buffer)
+        else:
+            self.heap.free(self.outputs.buffer)
+            self.grad_pool.close()

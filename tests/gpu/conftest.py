@@ -1,0 +1,35 @@
+"""GPU tests of several ranks. Run them as ``torchrun --nproc-per-node 2 -m pytest tests/gpu``.
+
+Every rank runs the same tests in the same order, so a test is one program of all ranks. Without torchrun or without
+enough GPUs they skip."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# NVLink multicast stays off: none of the transports here uses it.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[tuple[int, int, torch.device]]:
+    """(rank, world, device) of a job with one GPU per rank, torch.distributed initialised."""
+    if "RANK" not in os.environ:
+        pytest.skip("needs torchrun --nproc-per-node N -m pytest tests/gpu")
+    local = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.device_count() <= local:
+        pytest.skip(f"rank {local} of this host has no GPU ({torch.cuda.device_count()} GPUs)")
+    torch.cuda.set_device(local)
+    device = torch.device("cuda", local)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
+    dist.barrier()
+    yield dist.get_rank(), dist.get_world_size(), device
+    dist.destroy_process_group()
