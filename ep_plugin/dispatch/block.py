@@ -90,8 +90,9 @@ class BlockDispatcher(Dispatcher[BlockState]):
             1
         )  # t·K+k of this source as (source·T_max + t)·K + k
         meta = self._to_experts(state, torch.cat([ids.view(torch.uint8), weights.view(torch.uint8)], 1))
-        arrived.route_of_row = meta[:, :8].contiguous().view(torch.int64).squeeze(1)
-        return rows, meta[:, 8:].contiguous().view(weights.dtype).squeeze(1)
+        # Flat: contiguous() keeps the stride of a dimension of size 0 or 1, which no wider dtype may divide.
+        arrived.route_of_row = meta[:, :8].reshape(-1).view(torch.int64)
+        return rows, meta[:, 8:].reshape(-1).view(weights.dtype)
 
     def give_back(
         self, state: BlockState, y: Tensor, weights: Tensor | None, keep: bool
