@@ -169,11 +169,9 @@ class Dispatcher(ABC, Generic[StateT]):
 
         Raises ``ValueError`` for shapes or dtypes that do not fit the plan.
         """
-        with self.guard("dispatch", state.layer):
-            self.check_rows(state, x, topk_weight)
-            arrived = Arrived()
-            rows, weights = DispatchRows.apply(x, topk_weight, self, state, arrived)
-            return Dispatched(rows, weights, state.map.offsets, state.num_rows, **vars(arrived))
+        arrived = Arrived()
+        rows, weights = DispatchRows.apply(x, topk_weight, self, state, arrived)
+        return Dispatched(rows, weights, state.map.offsets, state.num_rows, **vars(arrived))
 
     def combine(self, state: StateT, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum expert outputs ``y`` [R, D] back into token order, [T, D]. Differentiable in ``y`` and ``weights``.
@@ -182,14 +180,14 @@ class Dispatcher(ABC, Generic[StateT]):
         (the experts applied them). A (token, rank) partial is summed in float32 (float64 for float64 rows) in
         ascending k and rounded once to the rows' dtype; partials are summed likewise in ascending rank and rounded
         once."""
-        with self.guard("combine", state.layer):
-            self.check_combine(state, y, weights)
-            out: Tensor = CombineRows.apply(y, weights, self, state)
-            return out
+        out: Tensor = CombineRows.apply(y, weights, self, state)
+        return out
 
     @contextmanager
     def guard(self, phase: str, layer: str) -> Iterator[None]:
-        """Around every step: names it in a trace, and tells the peers when this rank fails in it."""
+        """Around every step: names it in a trace, and tells the peers when this rank fails in it.
+
+        Not around ``Function.apply``: what it saves afterwards may raise to end a checkpoint's recompute early."""
         with span(f"{phase}/{layer}" if layer else phase):
             try:
                 yield
@@ -259,7 +257,9 @@ class DispatchRows(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, topk_weight: Tensor, dispatcher: Dispatcher[Any], state: RouteState, arrived: Arrived
     ) -> tuple[Tensor, Tensor]:
-        rows, weights = dispatcher.send(state, x.detach(), topk_weight.detach(), arrived)
+        with dispatcher.guard("dispatch", state.layer):
+            dispatcher.check_rows(state, x, topk_weight)
+            rows, weights = dispatcher.send(state, x.detach(), topk_weight.detach(), arrived)
         ctx.dispatcher, ctx.layer, ctx.kind, ctx.weight_dtype = dispatcher, state.layer, type(state), topk_weight.dtype
         ctx.save_for_backward(*state.tensors())
         return rows, weights
@@ -284,7 +284,9 @@ class CombineRows(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weights: Tensor | None, dispatcher: Dispatcher[Any], state: RouteState) -> Tensor:
         at_source = dispatcher.config.weight_at == "source"
         keep = at_source and weights is not None and ctx.needs_input_grad[1]
-        out, gathered = dispatcher.give_back(state, y.detach(), None if weights is None else weights.detach(), keep)
+        with dispatcher.guard("combine", state.layer):
+            dispatcher.check_combine(state, y, weights)
+            out, gathered = dispatcher.give_back(state, y.detach(), None if weights is None else weights.detach(), keep)
         ctx.dispatcher, ctx.layer, ctx.kind, ctx.at_source = dispatcher, state.layer, type(state), at_source
         saved = (weights, gathered if at_source else y) if weights is not None else ()
         ctx.save_for_backward(*state.tensors(), *saved)
