@@ -53,12 +53,15 @@ class RowwiseState(RouteState):
     """Adds, in the dedup form, ``local_rows`` int32 [M, T_max, K]: this rank's rows of every source's tokens (−1
     elsewhere).
 
-    Between plan and combine it also holds what the forward still needs: the leased ``payload`` and every rank's handle
-    of it, the slot that the experts may write to, and the router weights of this rank's tokens."""
+    Between plan and combine it also holds what the forward still needs: the leased ``payload``, every rank's handle of
+    it and its ``layout`` for ``max_tokens`` tokens of a source (another plan may grow the buffers in between), the slot
+    that the experts may write to, and the router weights of this rank's tokens."""
 
     local_rows: Tensor | None = None
     handles: list[int] | None = None
     payload: Tensor | None = None
+    layout: Region | None = None
+    max_tokens: int = 0
     output_slot: Slot | None = None
     topk_weight: Tensor | None = None
 
@@ -239,7 +242,14 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
                         topk_idx, records[:, 4:].contiguous(), tokens, rank=self.rank, capacity=self.config.capacity
                     )
                 if self._fits(tokens, route_map) and EXHAUSTED not in handles:
-                    return RowwiseState(layer, route_map, handles=handles, payload=payload)
+                    return RowwiseState(
+                        layer,
+                        route_map,
+                        handles=handles,
+                        payload=payload,
+                        layout=self.payload_region,
+                        max_tokens=self.max_tokens,
+                    )
                 del slot, payload
                 self._make_room(tokens, route_map, handles)
 
@@ -269,10 +279,10 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
     # Table 8, dispatch forward: PUT
 
     def send(self, state: RowwiseState, x: Tensor, topk_weight: Tensor, arrived: Arrived) -> tuple[Tensor, Tensor]:
-        if state.payload is None or state.handles is None:
+        if state.payload is None or state.handles is None or state.layout is None:
             raise RuntimeError(f"dispatch of layer {state.layer!r} was called twice for one plan")
-        payload, handles, region = state.payload, state.handles, self.payload_region
-        state.payload = state.handles = None
+        payload, handles, region, max_tokens = state.payload, state.handles, state.layout, state.max_tokens
+        state.payload = state.handles = state.layout = None
         weights = topk_weight.to(self.acc)
         state.topk_weight = weights if self.config.weight_at == "output" else None
         dest, rows = state.map, state.num_rows
@@ -283,7 +293,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
                 put_values_torch(
                     weights, self._peers(self.payload, region, handles, "weights"), dest.dest_rank, dest.dest_row
                 )
-                first = self.rank * self.max_tokens * self.top_k
+                first = self.rank * max_tokens * self.top_k
                 ids = torch.arange(first, first + weights.numel()).view_as(weights)
                 put_values_torch(
                     ids, self._peers(self.payload, region, handles, "routes"), dest.dest_rank, dest.dest_row
@@ -299,7 +309,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             return region.view(payload, "rows")[:rows], region.view(payload, "weights")[:rows].clone()
 
         with span("put"):
-            first = self.rank * self.max_tokens
+            first = self.rank * max_tokens
             put_unique_torch(x, self._peers(self.payload, region, handles, "stage"), dest.dest_rank, first)
             put_meta_torch(
                 dest.dest_rank,
@@ -314,7 +324,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
         with span("fan-out"):
             stage = region.view(payload, "stage")
             # Small, and needed by every movement of backward: out of the slot, so that it does not pin it.
-            state.local_rows = region.view(payload, "local_rows").view(self.world, self.max_tokens, self.top_k).clone()
+            state.local_rows = region.view(payload, "local_rows").view(self.world, max_tokens, self.top_k).clone()
             routes = row_routes_torch(state.local_rows, dest.tokens, rows)
             arrived.route_of_row = routes
             top_k = self.top_k
@@ -335,6 +345,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             return out, None
         slot = state.output_slot
         state.output_slot = None
+        if slot is not None and slot.nbytes < self.scratch_region.nbytes:
+            slot = None  # the buffers grew since dispatch
         with self._readable("combine", state.layer, y, None, slot) as (rows, _):
             by_route = state.topk_weight if at_output else weights
             state.topk_weight = None
