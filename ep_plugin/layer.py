@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .dispatch import Dispatched, Dispatcher, RouteState
 from .experts import WeightAt
@@ -42,6 +43,26 @@ class ForeignExperts:
         return self.fn(d.rows[:num_rows], experts, weights)
 
 
+class _Connected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def connected(y: Tensor, rows: Tensor) -> Tensor:
+    """``y`` [R, D] itself, in whose graph ``rows`` [R, D] always are, though they may get no gradient from it.
+
+    Experts that loop over those with rows give a constant where there are none. Without this, autograd would skip the
+    dispatch's backward on that rank alone, and its peers would wait for it."""
+    out: Tensor = _Connected.apply(y, rows)
+    return out
+
+
 def moe_step(
     dispatcher: Dispatcher[Any],
     x: Tensor,
@@ -63,7 +84,7 @@ def moe_step(
         observe(state)
     dispatched = dispatcher.dispatch(state, x, topk_weight)
     with dispatcher.guard("experts", layer):
-        y = experts(dispatched, weight_at)
+        y = connected(experts(dispatched, weight_at), dispatched.rows)
     weights = {"output": dispatched.weights, "source": topk_weight}.get(weight_at)
     del dispatched  # what backward does not keep is free before the way back
     return dispatcher.combine(state, y, weights)
