@@ -82,6 +82,20 @@ def test_a_killed_peer_is_named_at_once(where):
         assert "rank 2 (pid" in text and float(text.split()[2]) < LONG / 3, text
 
 
+def die_while_opening(rank, world):
+    if rank == 2:
+        region.create = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    open_heap("shm", None, "cpu", LONG)
+
+
+def test_a_peer_killed_while_the_heap_opens():
+    """Catches ranks left in the rendezvous of a heap that one of them will never join."""
+    exits = run_fresh(die_while_opening, 3)
+    assert [exit.code for exit in exits] == [1, 1, -signal.SIGKILL], exits
+    for exit in exits[:2]:
+        assert "a peer left while the symmetric heap was being opened" in exit.stderr, exit
+
+
 def leave_with_the_heap_open(rank, world, bad):
     heap = open_heap("shm", None, "cpu", LONG)
     buffer = heap.alloc(4096, "rows")

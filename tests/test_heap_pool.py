@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ep_plugin.heap import Phase, SlotPool
+from ep_plugin.heap import HeapClosed, Phase, SlotPool
 from ep_plugin.heap.shm import ShmHeap
 
 
@@ -172,6 +172,22 @@ def test_growth_is_no_smaller_than_before(heap):
     pool.grow(slot_bytes=513)
     assert (pool.stats().slots, pool.slot_bytes) == (5, 768)
     assert lease[1].fill_(3).sum() == 3 * 512
+
+
+def test_a_closed_pool_is_no_exhausted_pool(heap):
+    """Catches a pool that frees a segment twice, or reports a lack of slots when it was closed."""
+    pool = SlotPool(heap, 256, 1, "rows", growable=True)
+    pool.grow(slot_bytes=512)
+    pool.grow(slot_bytes=1024)  # frees the first segment
+    lease = held(pool)
+    lease[1].fill_(6)
+    pool.close()
+    pool.close()
+    for call in (pool.acquire, lambda: pool.peer_ptrs(torch.zeros(1, dtype=torch.int64))):
+        with pytest.raises(HeapClosed, match="pool 'rows'"):
+            call()
+    assert (lease[1] == 6).all()
+    assert SlotPool(heap, 256, 1, "others").acquire() is not None
 
 
 def test_releases_after_close_are_harmless():

@@ -133,6 +133,7 @@ class SlotPool:
         what ``Heap.wait`` raises, quoting ``phase``).
         """
         with self._lock:
+            self._check_open()
             if not self._leases:
                 return self._lease(self._places[0])
             place = self._choose(phase)
@@ -206,8 +207,7 @@ class SlotPool:
 
     def peer_ptrs(self, handles: Tensor) -> Tensor:
         """int64 [world] handles, rank r's at r → int64 [world] addresses in this process; on the handles' device."""
-        if self._segments[-1].buffer.closed:
-            raise HeapClosed(f"pool '{self.label}' was used after its heap was closed")
+        self._check_open()
         if self._bases is None:
             self._bases = torch.stack([s.buffer.ptrs.to(handles.device) for s in self._segments])
         base = self._bases.gather(0, (handles >> SEGMENT_BIT).unsqueeze(0)).squeeze(0)
@@ -223,6 +223,10 @@ class SlotPool:
         first = len(self._places)
         self._places += [_Place(first + i, number, i * slot_bytes) for i in range(slots)]
         self._bases = None
+
+    def _check_open(self) -> None:
+        if self._segments[-1].buffer.closed:
+            raise HeapClosed(f"pool '{self.label}' was used after it or its heap was closed")
 
     def _usable(self) -> int:
         return sum(s.slots for s in self._segments if not s.retired)

@@ -41,7 +41,7 @@ from ep_plugin.heap.base import (
 )
 from ep_plugin.heap.region import Offer, Process
 
-YIELDS = 200  # looks at the counters that only yield the core, before a wait sleeps between two looks
+YIELDS = 50  # looks at the counters that only yield the core, before a wait sleeps between two looks
 SLEEP_S = 50e-6
 PEER_CHECK_S = 0.05  # how often a wait asks whether its late peers still run
 WORD = 8  # bytes
