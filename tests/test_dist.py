@@ -143,12 +143,18 @@ def test_tasks_do_not_see_each_other(own_pool):
     assert own_pool.run(leave_traces, 2) == first
 
 
-def test_workers_end_when_the_test_session_is_killed():
+def test_workers_end_when_the_test_session_is_killed(tmp_path):
     """Catches processes left running after the parent died without cleaning up, one of them busy in a task."""
     script = (
         "import os, tests.test_dist as t; p = t.Pool(); print(*t.pids(p, 2), flush=True); p.run(t.hang_on_one, 2, 1)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed session cannot remove its folder
+    )
     workers = [int(pid) for pid in parent.stdout.readline().split()]
     time.sleep(0.5)
     parent.kill()
