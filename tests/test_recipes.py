@@ -103,6 +103,18 @@ def test_extra_model_settings_may_be_added():
     assert compose_launch(["+model.extra.clip_qkv=3.0"]).config.model.extra == {"clip_qkv": 3.0}
 
 
+def test_recipes_of_a_users_own_folder(tmp_path):
+    """Catches checks of names that know the package's own choices only, or that stop where others are added."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nname: mine\ntrainer: {steps: 3}\n")
+    path = f"hydra.searchpath=[file://{tmp_path}]"
+    assert compose_launch([path, "experiment=mine"]).config.trainer.steps == 3
+    with pytest.raises(ValueError, match="did you mean trainer.steps"):
+        compose_launch([path, "experiment=mine", "trainer.stepps=4"])
+    with pytest.raises(ValueError, match="Could not find 'experiment/mien'.*demo.*mine"):
+        compose_launch([path, "experiment=mien"])
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_printed_settings_give_the_same_run_again(experiment):
     """Catches resolved settings that lose or change something on the way through YAML."""

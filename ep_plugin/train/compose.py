@@ -44,7 +44,9 @@ def one_line(error: BaseException) -> str:
     while cause is not None and not str(cause).strip():
         cause = cause.__cause__ or cause.__context__
     text = " ".join(str(cause if cause is not None else type(error).__name__).split())
-    return text.split(" full_key: ")[0]  # what follows in Hydra's messages repeats the name
+    for epilogue in (" full_key: ", " Config search path: "):  # what follows in Hydra's messages does not help
+        text = text.split(epilogue)[0]
+    return text
 
 
 def compose_launch(overrides: Sequence[str]) -> Launch:
@@ -117,13 +119,14 @@ def _check_overrides(overrides: Sequence[str], where: str = "") -> list[Override
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     own = [o for o in parsed if not (o.is_hydra_override() or o.key_or_group.startswith("hydra"))]
     groups = [o for o in own if o.key_or_group in options]
+    elsewhere = any(o.key_or_group == "hydra.searchpath" for o in parsed)  # choices that are not among ours
     for override in groups:
         group, value = override.key_or_group, override.value()
         choices = options[group]
-        if isinstance(value, str) and value not in choices:
+        if isinstance(value, str) and value not in choices and not elsewhere:
             close = [f"{group}={choice}" for choice in difflib.get_close_matches(value, choices, n=1)]
             raise ValueError(f"{prefix}{group}={value} does not exist{_hint(close)}; choices: {', '.join(choices)}")
-    names = _setting_names([o.input_line for o in groups if o.input_line])
+    names = _setting_names([o.input_line for o in parsed if o.input_line and (o in groups or o.is_hydra_override())])
     for override in own:
         key = override.key_or_group
         if key in options or key in names or key.startswith(FREE_SETTINGS):
