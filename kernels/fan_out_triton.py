@@ -8,15 +8,13 @@ width. A local row outside [0, RB) is no route: it may have been written by a pe
 
 from torch import Tensor
 
-from .triton_common import Launch, narrow, require_contiguous, tl, triton, triton_dtype, widen
+from .triton_common import RANGE_INTEGERS, Launch, narrow, require_contiguous, tl, triton, triton_dtype, widen
 
 FAN_OUT = Launch(1056)
 FILL = Launch(264)
 
 
-@triton.jit(
-    do_not_specialize=["bound", "first_source", "sources", "world", "begin", "length", "t_max", "own_rank", "own_tokens"]
-)
+@triton.jit(do_not_specialize=[*RANGE_INTEGERS, "bound", "own_rank", "own_tokens"])
 def _fan_out(
     stage,
     x_own,

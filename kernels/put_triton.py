@@ -10,13 +10,24 @@ import torch
 from torch import Tensor
 
 from .peers import Peers
-from .triton_common import Launch, narrow, peer_address, require_contiguous, rows_at, tl, triton, triton_dtype, widen
+from .triton_common import (
+    PEER_INTEGERS,
+    Launch,
+    narrow,
+    peer_address,
+    require_contiguous,
+    rows_at,
+    tl,
+    triton,
+    triton_dtype,
+    widen,
+)
 
 PUT = Launch(264)  # two programs on each of 132 multiprocessors fill the link
 META = Launch(1024)
 
 
-@triton.jit(do_not_specialize=["handle_stride", "max_handle", "offset", "num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "num_tokens"])
 def _put_rows(
     x,
     base,
@@ -96,19 +107,7 @@ def put_rows(
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "handle_stride",
-        "max_handle",
-        "offset",
-        "first_row",
-        "begin",
-        "end",
-        "skip_rank",
-        "own_rank",
-        "num_rows",
-    ]
-)
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, "first_row", "begin", "end", "skip_rank", "own_rank", "num_rows"])
 def _put_unique(
     x,
     base,
@@ -209,18 +208,7 @@ def put_unique(
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "handle_stride",
-        "max_handle",
-        "offset",
-        "w_handle_stride",
-        "w_max_handle",
-        "w_offset",
-        "first_row",
-        "routes",
-    ]
-)
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, "w_handle_stride", "w_max_handle", "w_offset", "first_row", "routes"])
 def _put_meta(
     dest_rank,
     dest_row,
@@ -296,7 +284,7 @@ def put_meta(
     )
 
 
-@triton.jit(do_not_specialize=["handle_stride", "max_handle", "offset", "num_rows", "first", "routes"])
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "first", "routes"])
 def _put_values(
     values,
     base,

@@ -13,7 +13,19 @@ from torch import Tensor
 
 from .peers import Peers
 from .reduce import accumulation_dtype
-from .triton_common import Launch, narrow, peer_address, require_contiguous, rows_at, tl, triton, triton_dtype, widen
+from .triton_common import (
+    PEER_INTEGERS,
+    RANGE_INTEGERS,
+    Launch,
+    narrow,
+    peer_address,
+    require_contiguous,
+    rows_at,
+    tl,
+    triton,
+    triton_dtype,
+    widen,
+)
 
 REDUCE = Launch(4224, block=1024)  # many small programs: the sums wait for memory
 SUM = Launch(4224, block=1024)
@@ -29,21 +41,7 @@ def _weighted_row(y, row, valid, cols, weights, D: tl.constexpr, ACC: tl.constex
     return value
 
 
-@triton.jit(
-    do_not_specialize=[
-        "handle_stride",
-        "max_handle",
-        "offset",
-        "bound",
-        "rank",
-        "first_source",
-        "sources",
-        "world",
-        "begin",
-        "length",
-        "t_max",
-    ]
-)
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, *RANGE_INTEGERS, "bound", "rank"])
 def _pre_reduce_put(
     y,
     weights,
@@ -169,16 +167,17 @@ def _sum_partials(
             rank = tl.load(dest_rank + t * K + k).to(tl.int64)
             named = named | tl.where(rank >= 0, tl.full((), 1, tl.int64) << tl.maximum(rank, 0), 0)
             if y is not None:
-                row = tl.load(dest_row + t * K + k).to(tl.int64)
-                valid = (rank == own_rank) & (row >= 0) & (row < bound)
-                own += _weighted_row(y, row, valid, cols, weights, D, ACC)
+                q = tl.load(dest_row + t * K + k).to(tl.int64)
+                valid = (rank == own_rank) & (q >= 0) & (q < bound)
+                own += _weighted_row(y, q, valid, cols, weights, D, ACC)
         own = widen(narrow(own, out.dtype.element_ty), ACC)
         total = tl.zeros((BLOCK,), ACC)
         for p in tl.static_range(M):
             fetch = ((named >> p) & 1) != 0
             if y is not None:
                 fetch = fetch & (p != own_rank)
-            partial = widen(tl.load(partials + (p * t_max + t) * D + cols, mask=cols < tl.where(fetch, D, 0), other=0.0), ACC)
+            row = partials + (p * t_max + t) * D + cols
+            partial = widen(tl.load(row, mask=cols < tl.where(fetch, D, 0), other=0.0), ACC)
             if y is not None:
                 partial = tl.where(p == own_rank, own, partial)
             total += partial
@@ -233,7 +232,7 @@ def sum_partials(
     )
 
 
-@triton.jit(do_not_specialize=["handle_stride", "max_handle", "offset", "num_rows", "begin", "end"])
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "begin", "end"])
 def _get_reduce(
     base,
     handles,

@@ -9,13 +9,13 @@ stripe.
 from torch import Tensor
 
 from .peers import Peers
-from .triton_common import Launch, peer_address, require_contiguous, rows_at, tl, triton
+from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, rows_at, tl, triton
 
 SCALARS = Launch(1056)
 BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["handle_stride", "max_handle", "offset", "bound", "rank", "world", "t_max"])
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, "bound", "rank", "world", "t_max"])
 def _put_scalars(
     values,
     local_rows,
@@ -97,7 +97,7 @@ def take_scalars(returned: Tensor, dest_rank: Tensor, out: Tensor, *, launch: La
     )
 
 
-@triton.jit(do_not_specialize=["handle_stride", "max_handle", "offset", "num_rows", "routes"])
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "routes"])
 def _get_values(
     base,
     handles,

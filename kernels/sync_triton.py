@@ -97,7 +97,7 @@ def _await(
     M: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Wait until every peer's word is >= ticket; 0, or why not. Reports a failure, and stops the peers on a time-out."""
+    """Wait until every peer's word is >= ticket; gives 0, or why it gave up, which it has then reported."""
     late = tl.full((), 0, tl.int64)
     looks = tl.full((), 0, tl.int64)
     failure = tl.where(_look(abort) != 0, _ABORTED, 0)

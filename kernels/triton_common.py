@@ -26,6 +26,11 @@ except ImportError as error:
 
 __all__ = ["INTERPRETED", "tl", "triton"]
 
+# Integers among Peers.arguments. Kernels are not compiled anew for their values, nor for token counts: batches vary.
+PEER_INTEGERS = ("handle_stride", "max_handle", "offset")
+# Which sources' tokens a kernel over [M, T_max, K] takes.
+RANGE_INTEGERS = ("first_source", "sources", "world", "begin", "length", "t_max")
+
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 _ALIGNMENT = tl.constexpr(HANDLE_ALIGNMENT)
 
@@ -74,8 +79,8 @@ def triton_dtype(dtype: torch.dtype):
 
 @dataclass(frozen=True)
 class Launch:
-    """Shape of one kernel launch: ``programs`` at most, ``warps`` of 32 threads in each, ``block`` columns of a row that
-    a program moves at once (None: chosen by the row's width)."""
+    """Shape of one kernel launch: ``programs`` at most, ``warps`` of 32 threads in each, ``block`` columns of a row
+    that a program moves at once (None: chosen by the row's width)."""
 
     programs: int
     warps: int = 4
