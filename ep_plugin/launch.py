@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BAD_SETTINGS = 2
 FAILED = 1
+PATIENCE_S = 20.0
 USAGE = """\
 ep-plugin [name=value ...]           train in this process
 ep-plugin [name=value ...] nproc=4   train in 4 processes on this machine
@@ -129,13 +130,12 @@ def _become_torchrun(nproc: int, overrides: list[str]) -> NoReturn:
 def _stop(message: str, code: int, started: Started) -> NoReturn:
     """End all processes of this machine with one line: the first prints and exits, upon which torchrun ends the others.
 
-    The others must not exit first: torchrun would end the first before it has printed.
+    The others must not exit before: torchrun would end the first before it has printed. One that is still here after
+    ``PATIENCE_S`` found something that the first did not, and says so itself.
     """
     if started.local_rank != 0:
-        time.sleep(20)
-        sys.exit(code)
-    if started.rank == 0:
-        print(message, file=sys.stderr, flush=True)
+        time.sleep(PATIENCE_S)
+    print(message, file=sys.stderr, flush=True)
     sys.exit(code)
 
 

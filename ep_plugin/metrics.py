@@ -30,7 +30,7 @@ class StepMetrics:
 
     def line(self, steps: int) -> str:
         """A line of progress."""
-        done = f"{self.run:<14} step {self.step:>5}/{steps}  loss {self.loss:7.4f}  {self.tokens_per_s:>9,.0f} tokens/s"
+        done = f"{self.run:<16} step {self.step:>5}/{steps}  loss {self.loss:7.4f}  {self.tokens_per_s:>9,.0f} tokens/s"
         load = f"dropped {self.drop_rate:6.2%}  fullest expert {self.expert_load:5.2f} x mean"
         return f"{done}  {load}  moved {human_bytes(self.bytes_moved)}"
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,19 @@ def test_one_process_that_needs_more_says_how_to_start_them(capsys):
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1 and not printed.out
     assert "variants.ep4: topology.ep=4 is larger than the world of 1 process; start 4 (nproc=4" in printed.err
+
+
+def test_a_rank_that_alone_finds_a_fault_says_so(capsys, monkeypatch):
+    """Catches a rank whose own disk or device is at fault and that leaves without a word."""
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as stopped:
+        main(["data.path=/nowhere"])
+    assert stopped.value.code == 2 and waited
+    assert "'/nowhere' is neither a file nor a folder" in capsys.readouterr().err
 
 
 def test_dry_run_shows_settings_and_topology(capsys):
@@ -266,6 +280,34 @@ def metrics(folder):
 def losses(folder):
     (run,) = metrics(folder).values()
     return {step: row["loss"] for step, row in run.items()}
+
+
+@pytest.mark.skipif(find_spec("submitit") is not None, reason="it is installed")
+def test_slurm_without_its_launcher_says_what_to_install():
+    """Catches Hydra's message about a missing file where an extra is missing."""
+    with pytest.raises(
+        ValueError, match=r"cluster=slurm needs hydra-submitit-launcher.*pip install 'ep_plugin\[slurm\]'"
+    ):
+        compose_launch(["cluster=slurm"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("submitit") is None, reason="needs the extra slurm")
+def test_a_job_of_the_submitit_launcher(tmp_path):
+    """Catches tasks that do not find each other, or an output folder for each; Slurm is played by submitit's local
+    executor.
+    """
+    job = ["cluster=slurm", "hydra/launcher=submitit_local", "hydra.launcher.gpus_per_node=0", "nproc=2"]
+    command = [sys.executable, "-m", "ep_plugin.launch", *job, f"hydra.sweep.dir={tmp_path}/out", "topology.ep=2"]
+    done = subprocess.run(
+        [*command, *TINY, "trainer.steps=2"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(losses(tmp_path / "out" / "0")) == [1, 2]
+    assert (
+        len(list((tmp_path / "out" / "0" / "checkpoints" / "train_tiny" / "step_000002").glob("optimizer_rank?.pt")))
+        == 2
+    )
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def loss_table(curves: Sequence[Curve], lines: int = 8) -> str:
     shown = sorted({round(i * (len(steps) - 1) / max(lines - 1, 1)) for i in range(lines)})
     rows = [["step", *(c.name for c in curves)]]
     rows += [[str(steps[i]), *(f"{c.losses[i]:.5f}" for c in curves)] for i in shown]
-    sparks = [f"{c.name:<14} {sparkline(c.losses)}  {c.losses[0]:.3f} → {c.losses[-1]:.3f}" for c in curves]
+    sparks = [f"{c.name:<16} {sparkline(c.losses)}  {c.losses[0]:.3f} → {c.losses[-1]:.3f}" for c in curves]
     return "\n".join([table(rows), "", *sparks])
 
 
