@@ -46,6 +46,30 @@ class CapacityConfig:
             raise ValueError(f"capacity.factor={self.factor!r} must be a positive finite number, 1.25 for example")
 
 
+@dataclass(unsafe_hash=True)
+class LaunchConfig:
+    """How rowwise kernels are launched on GPUs; ``ep-bench tune`` finds the values of a shape.
+
+    ``chunks``: parts of a batch whose transfer overlaps with the local work on the part before. ``put``, ``fan_out``,
+    ``reduce``, ``sum``: programs of each kernel at most; 0 takes the kernel's default.
+    """
+
+    chunks: int = 4
+    put: int = 0
+    fan_out: int = 0
+    reduce: int = 0
+    sum: int = 0
+
+    def validate(self) -> None:
+        if not 1 <= self.chunks <= 64:
+            raise ValueError(f"launch.chunks={self.chunks} must be 1 to 64")
+        for name in ("put", "fan_out", "reduce", "sum"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"launch.{name}={getattr(self, name)} must be a number of programs, or 0 for the default"
+                )
+
+
 @dataclass
 class EPConfig:
     """One expert-parallel path.
@@ -65,6 +89,7 @@ class EPConfig:
     heap: str = "auto"
     weight_at: str = "hidden"
     capacity: CapacityConfig = field(default_factory=CapacityConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     max_tokens: int | None = None
     slots: int | None = None
     timeout_s: float = 300.0
@@ -78,6 +103,7 @@ class EPConfig:
         one_of("weight_at", self.weight_at, WEIGHT_AT)
         one_of("diagnostic_fill", self.diagnostic_fill, FILLS)
         self.capacity.validate()
+        self.launch.validate()
         if self.dispatcher == "rowwise" and self.form == "dedup" and self.weight_at == "source":
             raise ValueError(
                 "weight_at='source' weights every route at the token, which excludes the sum on the expert rank that"

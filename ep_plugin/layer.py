@@ -79,7 +79,7 @@ def moe_step(
     and traces; ``observe`` is given the route state, for metrics. Raises ``ValueError`` for inputs that do not fit the
     dispatcher."""
     weight_at: WeightAt = dispatcher.config.weight_at  # type: ignore[assignment]  # validated
-    state = dispatcher.plan(topk_idx, layer=layer)
+    state = dispatcher.plan(topk_idx, layer=layer, x=x)
     if observe is not None:
         observe(state)
     dispatched = dispatcher.dispatch(state, x, topk_weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,23 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import EPConfig
-from ..dispatch import Dispatcher, build_dispatcher
+from ..dispatch import Dispatched, Dispatcher, build_dispatcher
 from ..dispatch.block import BlockDispatcher
 from ..kernels.fan_out import fan_out_torch
+from ..kernels.reduce import accumulation_dtype
 from .routes import make_routes
 from .timing import Timing, measure
 
 
-def run(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Collective under torchrun. Prints a table and returns the figures on rank 0."""
-    cuda = args.device == "cuda"
-    device = torch.device("cuda", int(torch.distributed.get_node_local_rank())) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Collective. Prints a table on rank 0 and returns the figures."""
+    cuda = device.type == "cuda"
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
     shape = dict(num_experts=args.experts, top_k=args.top_k, hidden_size=args.hidden)
@@ -47,10 +42,17 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         )
     for name in args.backends.split(","):
         kind, _, form = name.partition(":")
-        config = EPConfig(dispatcher=kind, form=form or "dedup", heap=args.heap, max_tokens=args.tokens)
-        config.capacity.factor = float(world)
+        config = EPConfig(
+            dispatcher=kind,
+            form=form or "dedup",
+            heap=args.heap,
+            # The weighted sum where each backend makes it: dedup on the expert rank, the others at the token.
+            weight_at="output" if kind == "rowwise" and not form else "source",
+            max_tokens=args.tokens,
+        )
+        config.capacity.factor = room(idx, world, args.experts)
         dispatcher = build_dispatcher(config, **shape, dtype=dtype, device=device)
-        figures = _backend(dispatcher, idx, weight, x, args)
+        figures = measure_backend(dispatcher, idx, weight, x, repeats=args.repeats)
         if isinstance(dispatcher, BlockDispatcher):
             figures |= _block_floor(dispatcher, idx, x, args)
         result["backends"][name] = figures
@@ -61,9 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if "block" in figures and "rowwise" in figures and rank == 0:
         result["rowwise_speedup"] = figures["block"]["total_ms"] / figures["rowwise"]["total_ms"]
         print(f"rowwise_speedup {result['rowwise_speedup']:.2f} (block / rowwise, plan + dispatch + combine)")
-    dist.barrier()
-    dist.destroy_process_group()
-    return result if rank == 0 else None
+    return result
 
 
 def _remote_bytes(idx: Tensor, local_experts: int, rank: int, world: int, row: int) -> dict[str, int]:
@@ -77,46 +77,42 @@ def _remote_bytes(idx: Tensor, local_experts: int, rank: int, world: int, row: i
 
 
 @torch.no_grad()
-def _backend(
-    dispatcher: Dispatcher[Any], idx: Tensor, weight: Tensor, x: Tensor, args: argparse.Namespace
+def measure_backend(
+    dispatcher: Dispatcher[Any], idx: Tensor, weight: Tensor, x: Tensor, *, repeats: int, phases: bool = True
 ) -> dict[str, Any]:
-    device = x.device
-    queue = dispatcher.name != "block"
+    """Milliseconds of the route map alone, map and dispatch, combine, the whole way, and each backward movement."""
+    device, queue = x.device, dispatcher.name != "block"
+    acc = accumulation_dtype(x.dtype)
 
-    def timed(fn: Any) -> Timing:
-        return measure(fn, device, repeats=args.repeats, phases=True, queue=queue)
+    def timed(fn: Callable[[], object], phases: bool = False) -> Timing:
+        return measure(fn, device, repeats=repeats, phases=phases, queue=queue)
 
-    def forward() -> Tensor:
-        state = dispatcher.plan(idx, layer="bench")
-        return dispatcher.combine(state, dispatcher.dispatch(state, x, weight).rows)
+    def step() -> tuple[Any, Dispatched]:
+        state = dispatcher.plan(idx, layer="bench", x=x)
+        return state, dispatcher.dispatch(state, x, weight)
 
-    def dispatch() -> None:
-        dispatcher.dispatch(dispatcher.plan(idx, layer="bench"), x, weight)
+    def combine(state: Any, d: Dispatched) -> Tensor:
+        return dispatcher.combine(state, d.rows, d.weights if dispatcher.config.weight_at == "output" else weight)
 
     plan = timed(lambda: dispatcher.plan(idx, layer="bench"))
-    there, both = timed(dispatch), timed(forward)
-    out = {
-        "plan": plan.as_dict(),
-        "plan_dispatch": there.as_dict(),
-        "total": both.as_dict(),
-        "plan_ms": plan.median,
-        "dispatch_ms": there.median - plan.median,
-        "combine_ms": both.median - there.median,
-        "total_ms": both.median,
+    there, whole = timed(step), timed(lambda: combine(*step()), phases)
+    state, d = step()
+    back = timed(lambda: combine(state, d))
+    grad, grad_rows = torch.randn_like(x), torch.randn_like(d.rows)
+    grad_weights = torch.randn(d.rows.shape[0], device=device, dtype=acc)
+    combine_backward = timed(lambda: dispatcher.send_grad(state, grad, None))
+    dispatch_backward = timed(lambda: dispatcher.return_grad(state, grad_rows, grad_weights))
+    timings = {
+        "plan": plan,
+        "plan_dispatch": there,
+        "combine": back,
+        "total": whole,
+        "combine_backward": combine_backward,
+        "dispatch_backward": dispatch_backward,
     }
-    if args.backward:
-        with torch.enable_grad():
-            full = timed(lambda: _forward_backward(dispatcher, idx, weight, x))
-        out |= {"forward_backward": full.as_dict(), "forward_backward_ms": full.median}
+    out: dict[str, Any] = {name: timing.as_dict() for name, timing in timings.items()}
+    out |= {f"{name}_ms": timing.median for name, timing in timings.items()}
     return out
-
-
-def _forward_backward(dispatcher: Dispatcher[Any], idx: Tensor, weight: Tensor, x: Tensor) -> None:
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    state = dispatcher.plan(idx, layer="bench")
-    d = dispatcher.dispatch(state, x, weight)
-    out = dispatcher.combine(state, d.rows)
-    torch.autograd.backward([out, d.weights], [torch.ones_like(out), torch.ones_like(d.weights)])
 
 
 @torch.no_grad()
@@ -143,12 +139,24 @@ def _block_floor(dispatcher: BlockDispatcher, idx: Tensor, x: Tensor, args: argp
     return {"exchanges_alone_ms": exchange.median, "permutations_alone_ms": permute.median}
 
 
+def room(idx: Tensor, world: int, num_experts: int) -> float:
+    """The capacity factor that just holds these routes on every rank; collective."""
+    dest = torch.bincount((idx[idx >= 0] // (num_experts // world)).flatten(), minlength=world)
+    if dist.is_initialized():
+        dest = dest.cpu()
+        dist.all_reduce(dest)
+    return max(1.0, round(float(dest.max()) / idx.numel() + 0.005, 2))
+
+
 def _print(name: str, figures: dict[str, Any], remote: int) -> None:
+    rate = remote / max(figures["plan_dispatch_ms"], 1e-9) / 1e6
     print(
-        f"{name:14s} plan {figures['plan_ms']:8.3f} ms   dispatch {figures['dispatch_ms']:8.3f} ms"
-        f" ({remote / max(figures['dispatch_ms'], 1e-9) / 1e6:6.1f} GB/s remote)   combine"
-        f" {figures['combine_ms']:8.3f} ms"
-        f"   total {figures['total_ms']:8.3f} ms"
+        f"{name:14s} plan {figures['plan_ms']:8.3f} ms   plan + dispatch {figures['plan_dispatch_ms']:8.3f} ms"
+        f" ({rate:6.1f} GB/s remote)   combine {figures['combine_ms']:8.3f} ms   total {figures['total_ms']:8.3f} ms"
+    )
+    print(
+        f"{'':14s} combine backward {figures['combine_backward_ms']:8.3f} ms   dispatch backward"
+        f" {figures['dispatch_backward_ms']:8.3f} ms"
     )
     if "exchanges_alone_ms" in figures:
         floor = figures["exchanges_alone_ms"] + figures["permutations_alone_ms"]
@@ -156,7 +164,5 @@ def _print(name: str, figures: dict[str, Any], remote: int) -> None:
             f"{'':14s} exchanges alone {figures['exchanges_alone_ms']:.3f} ms, permutations alone"
             f" {figures['permutations_alone_ms']:.3f} ms: total is {figures['total_ms'] / floor:.2f} × their sum"
         )
-    if "forward_backward_ms" in figures:
-        print(f"{'':14s} forward and backward {figures['forward_backward_ms']:.3f} ms")
     for phase, ms in sorted(figures["total"]["phases"].items(), key=lambda item: -item[1]):
         print(f"{'':14s}   {phase:28s} {ms:8.3f} ms")

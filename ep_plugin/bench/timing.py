@@ -51,7 +51,8 @@ def measure(
         gathered: list[list[float] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
         everyone = [g for g in gathered if g is not None]
-    return Timing(*max(everyone), phases=_phases(fn, device) if phases else {})
+    median, low, high = max(everyone)
+    return Timing(median, low, high, _phases(fn, device) if phases else {})
 
 
 def _meet(device: torch.device) -> None:

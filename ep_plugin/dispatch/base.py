@@ -140,15 +140,18 @@ class Dispatcher(ABC, Generic[StateT]):
         if topk_idx.dtype.is_floating_point or topk_idx.dtype == torch.bool:
             raise ValueError(f"topk_idx has dtype {topk_idx.dtype}; expected an integer dtype")
 
-    def check_rows(self, state: StateT, x: Tensor, topk_weight: Tensor) -> None:
-        """``ValueError`` quoting what does not fit the plan in ``x`` [T, D] or ``topk_weight`` [T, K]."""
-        if x.shape != (state.num_tokens, self.hidden_size):
+    def check_x(self, num_tokens: int, x: Tensor) -> None:
+        """``ValueError`` quoting what does not fit in ``x`` [T, D] of a plan of ``num_tokens`` tokens."""
+        if x.shape != (num_tokens, self.hidden_size):
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; the routes are of {state.num_tokens} tokens"
-                f" of hidden size {self.hidden_size}"
+                f"x has shape {tuple(x.shape)}; the routes are of {num_tokens} tokens of hidden size {self.hidden_size}"
             )
         if x.dtype != self.dtype:
             raise ValueError(f"x has dtype {x.dtype}; this dispatcher was built for {self.dtype}")
+
+    def check_rows(self, state: StateT, x: Tensor, topk_weight: Tensor) -> None:
+        """``ValueError`` quoting what does not fit the plan in ``x`` [T, D] or ``topk_weight`` [T, K]."""
+        self.check_x(state.num_tokens, x)
         if topk_weight.shape != (state.num_tokens, self.top_k):
             raise ValueError(
                 f"topk_weight has shape {tuple(topk_weight.shape)}; expected ({state.num_tokens}, {self.top_k})"
@@ -157,12 +160,13 @@ class Dispatcher(ABC, Generic[StateT]):
             raise ValueError(f"topk_weight has dtype {topk_weight.dtype}; expected a floating-point dtype")
 
     @abstractmethod
-    def plan(self, topk_idx: Tensor, *, layer: str = "") -> StateT:
+    def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> StateT:
         """Exchange counts and build the route map.
 
         ``topk_idx`` integer [T, K] of global expert ids, −1 for no route; a token may name an expert twice; T may
-        differ between ranks and be 0. ``layer`` names the caller in errors and traces. Raises ``ValueError`` for an id
-        outside [−1, E)."""
+        differ between ranks and be 0. ``layer`` names the caller in errors and traces. ``x`` [T, D], if it is what
+        ``dispatch`` will get and nothing changes it before: its rows may start to move while the map is built. Raises
+        ``ValueError`` for an id outside [−1, E)."""
 
     def dispatch(self, state: StateT, x: Tensor, topk_weight: Tensor) -> Dispatched:
         """Move ``x`` [T, D] to its experts. Differentiable in ``x`` and ``topk_weight`` [T, K] (any float dtype).

@@ -54,7 +54,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
         self.group = group
         self.bytes_sent = 0
 
-    def plan(self, topk_idx: Tensor, *, layer: str = "") -> BlockState:
+    def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> BlockState:
         with self.guard("plan", layer):
             self.check_routes(topk_idx)
             own = torch.cat(

@@ -15,7 +15,7 @@ class LocalDispatcher(Dispatcher[RouteState]):
 
     name = "local"
 
-    def plan(self, topk_idx: Tensor, *, layer: str = "") -> RouteState:
+    def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> RouteState:
         with self.guard("plan", layer):
             self.check_routes(topk_idx)
             counts = count_routes(topk_idx, self.num_experts)[None]

@@ -220,7 +220,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
 
     # The three calls
 
-    def plan(self, topk_idx: Tensor, *, layer: str = "") -> RowwiseState:
+    def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> RowwiseState:
         with self.guard("plan", layer):
             self.check_routes(topk_idx)
             num_tokens = topk_idx.shape[0]

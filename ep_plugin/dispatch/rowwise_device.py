@@ -4,9 +4,13 @@ The counts never reach the host, so buffers have a bound (``routing.rows_bound``
 What the kernels cannot raise (a late peer, a dropless overflow) they record, and ``check`` raises it before the
 optimizer step.
 
-Payload slots are leased and advertised as on CPU. Scratch lies at one place on all ranks; before a region is written
-again, the writers wait for its owner's signal that it has been read (``_Scratch.free``). All tickets are device memory
-that each signal overwrites, so that a CUDA graph can replay a step.
+Payload slots are leased as on CPU, and advertised one plan ahead, so that rows can start to cross while the map is
+built. Scratch lies at one place on all ranks; before a region is written again, the writers wait for its owner's
+signal that it has been read (``_Scratch.free``).
+
+In the dedup form rows cross in chunks on a stream of their own, each followed by a signal. The caller's stream moves
+own rows meanwhile, and works on a chunk as soon as it has arrived. All tickets are device memory that each signal
+overwrites, so that a CUDA graph can replay a step.
 
 Legend: T local tokens, K routes per token, E experts, M ranks, D hidden size, RB bound of rows received, T_max most
 tokens of a source."""
@@ -14,13 +18,17 @@ tokens of a source."""
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config import LaunchConfig
 from ..heap import HeapAborted, HeapClosed, HeapTimeout, Phase
 from ..heap.device import DeviceHeap
 from ..heap.pool import SlotPool
@@ -34,9 +42,12 @@ from ..kernels.reduce_triton import get_reduce, pre_reduce_put, sum_partials
 from ..kernels.scalars_triton import get_values, put_scalars, take_scalars
 from ..routing import RouteMap, drop_metrics, rows_bound
 from .base import Arrived, Dispatcher, Rebuild, RouteState, span
+from .device_buffers import Chunks, Launches, Scratch
 from .layout import Part, Region
 
-CHANNEL = 0
+CHANNEL = 0  # everything on the caller's stream
+THERE, BACK = 1, 2  # chunks of rows on their way to experts, and of partial sums on their way to tokens
+SMALL = 4 << 20  # bytes of x below which one chunk is enough
 PLAN = 0  # the operation that a plan's record names
 
 
@@ -48,12 +59,13 @@ class RouteOverflow(RuntimeError):
 class DeviceState(RouteState):
     """Adds ``local_rows`` int32 [M, T_max, K] (dedup): this rank's rows of every source's tokens, −1 elsewhere.
 
-    Between plan and dispatch it holds the leased ``payload`` and ``records`` int64 [M, 4 + E], what every rank sent in
-    plan."""
+    Between plan and dispatch it holds the leased ``payload``, every rank's ``handles`` int64 [M], and in ``early`` the
+    x and the ids whose rows already cross."""
 
     local_rows: Tensor | None = None
-    records: Tensor | None = None
+    handles: Tensor | None = None
     payload: Tensor | None = None
+    early: tuple[Tensor, Tensor] | None = None
     topk_weight: Tensor | None = None
 
     @property
@@ -66,38 +78,6 @@ class DeviceState(RouteState):
     @classmethod
     def restore(cls, layer: str, tensors: tuple[Any, ...]) -> DeviceState:
         return cls(layer, RouteMap(*tensors[:6]), tensors[6])
-
-
-class _Scratch:
-    """One symmetric region at the same place on all ranks, written by peers (or read by them) and used at once.
-
-    ``free`` is the ticket of the signal by which every owner says that its region may be written again.
-    """
-
-    def __init__(self, heap: DeviceHeap, layout: Region, label: str) -> None:
-        self.heap, self.layout = heap, layout
-        self.buffer = heap.alloc(layout.nbytes, label)
-        self.free = torch.zeros(1, dtype=torch.int64, device=heap.device)
-        self._parts: dict[str, Tensor] = {}
-
-    def local(self, name: str) -> Tensor:
-        """The own region's part ``name``."""
-        if name not in self._parts:
-            part = self.layout[name]
-            self._parts[name] = self.buffer.view(self.heap.rank, part.offset, part.shape, part.dtype)
-        return self._parts[name]
-
-    def peers(self, name: str) -> Peers:
-        """Every rank's part ``name``."""
-        return Peers(self.buffer.ptrs, offset=self.layout[name].offset)
-
-    def claim(self, phase: Phase) -> None:
-        """Wait until every owner has read what was there."""
-        self.heap.wait(self.free, channel=CHANNEL, phase=phase)
-
-    def done(self, phase: Phase) -> None:
-        """Say that this rank's region has been read (and that this rank has read its peers')."""
-        self.heap.post(channel=CHANNEL, phase=phase, ticket=self.free)
 
 
 class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
@@ -115,9 +95,13 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.acc = accumulation_dtype(self.dtype)
         self.max_tokens = self.max_rows = 0
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)  # what route maps could not raise
-        self.captured: list[Tensor] = []  # slots that belong to a captured graph
+        self.captured: list[Tensor] = []  # what belongs to a captured graph
+        self.side = torch.cuda.Stream(self.device)
+        self.launches = Launches.of(self.config.launch)  # and chunks, with the buffers
         if self.config.max_tokens is not None:
             self._make(self.config.max_tokens, 0)
+
+    # Buffers
 
     def _make(self, max_tokens: int, max_rows: int) -> None:
         """Collective: the buffers for ``max_tokens`` tokens of a source and at least ``max_rows`` rows of an expert
@@ -125,19 +109,21 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.max_tokens = max_tokens
         bound = rows_bound(self.config.capacity, self.top_k, max_tokens, self.world, self.num_experts)
         self.max_rows = max(bound, max_rows)
-        stage, k, rows, wide = self.world * max_tokens, self.top_k, self.max_rows, self.hidden_size
+        k, rows, wide = self.top_k, self.max_rows, self.hidden_size
         if self.config.form == "dedup":
+            stage = (self.world * max_tokens, wide)
             self.payload_region = Region(
-                Part("stage", (stage, wide), self.dtype),
+                Part("stage", stage, self.dtype),
                 Part("local_rows", (self.world, max_tokens, k), torch.int32),
                 Part("weights", (self.world, max_tokens, k), self.acc),
             )
-            partial = Region(
+            sums = Region(
                 Part("rows", (self.world, max_tokens, wide), self.dtype),
                 Part("scalars", (self.world, max_tokens, k), self.acc),
             )
-            self.partial = _Scratch(self.heap, partial, "partial sums")
-            self.grads = _Scratch(self.heap, Region(Part("stage", (stage, wide), self.dtype)), "gradient rows")
+            self.partial = Scratch(self.heap, sums, CHANNEL, "partial sums")
+            self.grads = Scratch(self.heap, Region(Part("stage", stage, self.dtype)), CHANNEL, "gradient rows")
+            self.set_launch(self.config.launch)
         else:
             self.payload_region = Region(
                 Part("rows", (rows, wide), self.dtype),
@@ -145,11 +131,24 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
                 Part("routes", (rows,), torch.int64),
             )
             out = Region(Part("rows", (rows, wide), self.dtype), Part("scalars", (rows,), self.acc))
-            self.outputs = _Scratch(self.heap, out, "expert outputs")
-            self.grad_pool = SlotPool(
-                self.heap, Region(Part("rows", (rows, wide), self.dtype)).nbytes, 3, "gradient rows"
-            )
-        self.payload = SlotPool(self.heap, self.payload_region.nbytes, self.config.slots or 4, "payload")
+            self.outputs = Scratch(self.heap, out, CHANNEL, "expert outputs")
+            grad = Region(Part("rows", (rows, wide), self.dtype))
+            self.grad_pool = SlotPool(self.heap, grad.nbytes, 3, "gradient rows")
+        self.slots = self.config.slots or 4
+        self.payload = SlotPool(self.heap, self.payload_region.nbytes, self.slots + 1, "payload")
+        handle, self.ahead = self._lease(self.payload, "")
+        own = torch.full((1,), handle, dtype=torch.int64, device=self.device)
+        self.handles = self.heap.exchange(own, channel=CHANNEL, phase=Phase("making buffers"))[:, 0]
+
+    def set_launch(self, launch: LaunchConfig) -> None:
+        """Collective, between steps: use other chunk counts and launch widths from now on."""
+        launch.validate()
+        self.launches = Launches.of(launch)
+        if self.config.form == "dedup":
+            small = self.max_tokens * self.hidden_size * self.dtype.itemsize < SMALL
+            chunks = 1 if small else min(launch.chunks, self.max_tokens)
+            self.there = Chunks(self.heap, THERE, chunks, self.max_tokens)
+            self.back = Chunks(self.heap, BACK, chunks, self.max_tokens)
 
     def _agree(self, num_tokens: int) -> None:
         """Collective, once: size the buffers by the largest first batch."""
@@ -162,27 +161,35 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         slot = pool.acquire()
         if slot is None:
             raise RuntimeError(
-                f"all {pool.stats().slots} {pool.label} slots of EP rank {self.rank} are leased at layer {layer!r}:"
-                f" slots={self.config.slots or 4} must be at least the number of MoE forwards in flight plus the MoE"
-                f" layers of one"
-                " checkpointed region"
+                f"all {self.slots} {pool.label} slots of EP rank {self.rank} are leased at layer {layer!r}:"
+                f" slots={self.slots}"
+                " must be at least the number of MoE forwards in flight plus the MoE layers of one checkpointed region"
             )
         tensor = slot.tensor()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self.captured.append(tensor)  # a replay writes it again, whoever is alive then
+        self._keep(tensor)  # a graph's replay writes it again, whoever is alive then
         if self.config.diagnostic_fill != "none":
             tensor.fill_(0 if self.config.diagnostic_fill == "zero" else 0xFF)
         return slot.handle, tensor
 
-    def _stamp(self, layer: str) -> int:
-        return zlib.crc32(layer.encode())
+    def _keep(self, *tensors: Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            self.captured.extend(tensors)
+
+    def _slots(self, pool: SlotPool, handles: Tensor, offset: int) -> Peers:
+        """A part, ``offset`` bytes into the slot that every rank advertised."""
+        return Peers(pool.base_ptrs, handles, max_handle=pool.last_handle, offset=offset)
+
+    def _payload(self, handles: Tensor, name: str) -> Peers:
+        return self._slots(self.payload, handles, self.payload_region[name].offset)
 
     def _sync(self, phase: Phase) -> None:
         """Everyone's writes before this are visible to everyone's kernels after it."""
         with span("wait"):
             self.heap.wait(self.heap.post(channel=CHANNEL, phase=phase), channel=CHANNEL, phase=phase)
 
-    def plan(self, topk_idx: Tensor, *, layer: str = "") -> DeviceState:
+    # Plan
+
+    def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> DeviceState:
         with self.guard("plan", layer):
             self.heap.check()
             self.check_routes(topk_idx)
@@ -192,86 +199,157 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             if num_tokens > self.max_tokens:
                 raise ValueError(
                     f"{num_tokens} tokens exceed max_tokens={self.max_tokens}, for which the buffers were made; set"
-                    f" max_tokens to the"
-                    " most tokens a rank passes to one layer call"
+                    " max_tokens to the most tokens a rank passes to one layer call"
                 )
-            handle, payload = self._lease(self.payload, layer)
             phase = Phase("plan", layer)
+            payload, handles = self.ahead, self.handles
+            self._keep(payload, handles)
+            early = None
+            if x is not None and self.config.form == "dedup":
+                self.check_x(num_tokens, x)
+                early = (x.detach().contiguous(), topk_idx)
+                self._start(early, handles, layer)
+            handle, self.ahead = self._lease(self.payload, layer)
             m = route_map.DeviceMap.empty(num_tokens, self.top_k, self.num_experts, self.world, self.device, self.flags)
             record = torch.empty(route_map.HEADER + self.num_experts, dtype=torch.int64, device=self.device)
             with span("count"):
                 route_map.count(topk_idx, m.block_counts, m.flags)
-                header = (PLAN, self._stamp(layer), handle, num_tokens)
+                header = (PLAN, zlib.crc32(layer.encode()), handle, num_tokens)
                 route_map.offsets_and_record(m.block_counts, record, header)
             with span("exchange"):
                 records = self.heap.exchange(record, channel=CHANNEL, phase=phase)
+            self.handles = records[:, route_map.HANDLE]
             with span("route map"):
                 capacity, bound = self.config.capacity, self.max_rows
                 route_map.accept(records, m, rank=self.rank, capacity=capacity, top_k=self.top_k, bound=bound)
                 route_map.build(topk_idx, m, rank=self.rank, bound=bound)
             found = RouteMap(m.dest_rank, m.dest_row, m.counts, m.accepted, m.tokens, m.offsets)
-            return DeviceState(layer, found, records=records, payload=payload)
+            return DeviceState(layer, found, handles=handles, payload=payload, early=early)
+
+    def _start(self, early: tuple[Tensor, Tensor], handles: Tensor, layer: str) -> None:
+        """Let the rows of x cross to the expert ranks that ``topk_idx`` names, dropped routes included."""
+        x, topk_idx = early
+        stage = self._payload(handles, "stage")
+        with self._across(self.there, Phase("dispatch", layer)) as chunks:
+            for begin, end in chunks:
+                put_unique(
+                    x,
+                    stage,
+                    topk_idx,
+                    self.rank * self.max_tokens,
+                    min(begin, x.shape[0]),
+                    min(end, x.shape[0]),
+                    experts_per_rank=self.num_local_experts,
+                    skip_rank=self.rank,
+                    launch=self.launches.put,
+                )
+
+    @contextmanager
+    def _across(self, chunks: Chunks, phase: Phase) -> Iterator[Iterator[tuple[int, int]]]:
+        """The side stream, behind what the caller's stream has done so far; token ranges, each followed by a signal."""
+        chunks.begin()
+        self.side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.side), span("cross"):
+            yield chunks.posted(phase)
+
+    def _join(self) -> None:
+        """The caller's stream goes on when what crossed has been read."""
+        torch.cuda.current_stream(self.device).wait_stream(self.side)
 
     # Table 8, dispatch forward: PUT
 
     def send(self, state: DeviceState, x: Tensor, topk_weight: Tensor, arrived: Arrived) -> tuple[Tensor, Tensor]:
-        if state.payload is None or state.records is None:
+        if state.payload is None or state.handles is None:
             raise RuntimeError(f"dispatch of layer {state.layer!r} was called twice for one plan")
-        payload, records, region, dest = state.payload, state.records, self.payload_region, state.map
-        state.payload = state.records = None
-        phase = Phase("dispatch", state.layer)
-        x, weights = x.contiguous(), topk_weight.to(self.acc).contiguous()
+        payload, handles, early = state.payload, state.handles, state.early
+        state.payload = state.handles = state.early = None
+        weights = topk_weight.to(self.acc).contiguous()
         state.topk_weight = weights if self.config.weight_at == "output" else None
-
-        def peers(name: str) -> Peers:
-            return self._slots(self.payload, records[:, route_map.HANDLE], region[name].offset)
-
         if self.config.form == "route":
-            with span("put"):
-                put_rows(x, peers("rows"), dest.dest_rank, dest.dest_row, num_rows=self.max_rows)
-                put_values(weights, peers("weights"), dest.dest_rank, dest.dest_row, num_rows=self.max_rows)
-                first = self.rank * self.max_tokens * self.top_k
-                put_values(None, peers("routes"), dest.dest_rank, dest.dest_row, num_rows=self.max_rows, first=first)
-            self._sync(phase)
-            routes = region.view(payload, "routes").clone()
-            row_weights = region.view(payload, "weights").clone()
-            fill_tail(routes, dest.offsets[-1:], -1)
-            fill_tail(row_weights, dest.offsets[-1:])
-            arrived.route_of_row = routes
-            return region.view(payload, "rows"), row_weights
+            return self._send_routes(state, x.contiguous(), weights, payload, handles, arrived)
 
+        phase, dest, region = Phase("dispatch", state.layer), state.map, self.payload_region
+        if early is None:
+            early = (x.contiguous(), dest.dest_rank)
+            with self._across(self.there, phase) as chunks:
+                self._put_chunks(early[0], self._payload(handles, "stage"), dest.dest_rank, chunks)
+        elif early[0].data_ptr() != x.data_ptr() or early[0].shape != x.shape:
+            raise ValueError(f"dispatch of layer {state.layer!r} was given another x than its plan")
+        x = early[0]
         first = self.rank * self.max_tokens
         with span("put"):
-            put_meta(dest.dest_rank, dest.dest_row, weights, peers("local_rows"), peers("weights"), first)
-            put_unique(x, peers("stage"), dest.dest_rank, first)
-        self._sync(phase)
+            local_rows, by_token = self._payload(handles, "local_rows"), self._payload(handles, "weights")
+            put_meta(dest.dest_rank, dest.dest_row, weights, local_rows, by_token, first)
+        told = self.heap.post(channel=CHANNEL, phase=phase)
+        rows = x.new_empty((self.max_rows, self.hidden_size))
+        row_weights = weights.new_empty(self.max_rows)
+        routes = torch.empty(self.max_rows, dtype=torch.int64, device=x.device)
+        stage, there_weights = region.view(payload, "stage"), region.view(payload, "weights")
+        spread = partial(
+            fan_out,
+            stage,
+            tokens=dest.tokens,
+            rows=rows,
+            weights=there_weights,
+            weights_out=row_weights,
+            route_of_row=routes,
+            launch=self.launches.fan_out,
+        )
+        me, others = self.rank, self.world - 1
         with span("fan-out"):
-            stage = region.view(payload, "stage")
-            state.local_rows = region.view(payload, "local_rows").clone()  # small; out of the slot, so as not to pin it
-            rows = x.new_empty((self.max_rows, self.hidden_size))
-            row_weights = weights.new_empty(self.max_rows)
-            routes = torch.empty(self.max_rows, dtype=torch.int64, device=x.device)
-            fan_out(
-                stage,
-                state.local_rows,
-                dest.tokens,
-                rows,
-                weights=region.view(payload, "weights"),
-                weights_out=row_weights,
-                route_of_row=routes,
-            )
+            here = region.view(payload, "local_rows")
+            spread(local_rows=here, x_own=x, own_rank=me, first_source=me, sources=1)
             fill_tail(routes, dest.offsets[-1:], -1)
             fill_tail(row_weights, dest.offsets[-1:])
-            arrived.route_of_row = routes
-            bound = self.max_rows
+            self.heap.wait(told, channel=CHANNEL, phase=phase)
+            state.local_rows = here.clone()  # small; out of the slot, so as not to pin it
+            for begin, end in self.there.arrived(phase):
+                spread(local_rows=state.local_rows, first_source=me + 1, sources=others, begin=begin, end=end)
+        self._join()
+        arrived.route_of_row = routes
+        bound = self.max_rows
 
-            def again(saved: tuple[Tensor, ...], num_rows: int | None) -> Tensor:
-                out = saved[0].new_empty((bound, saved[0].shape[1]))
-                fan_out(saved[0], saved[1], saved[2], out)
-                return out
+        def again(saved: tuple[Tensor, ...], num_rows: int | None) -> Tensor:
+            out = saved[0].new_empty((bound, saved[0].shape[1]))
+            fan_out(saved[0], saved[1], saved[2], out, x_own=saved[3], own_rank=me)
+            return out
 
-            arrived.rebuild = Rebuild((stage, state.local_rows, dest.tokens), again)
+        arrived.rebuild = Rebuild((stage, state.local_rows, dest.tokens, x), again)
         return rows, row_weights
+
+    def _send_routes(
+        self, state: DeviceState, x: Tensor, weights: Tensor, payload: Tensor, handles: Tensor, arrived: Arrived
+    ) -> tuple[Tensor, Tensor]:
+        """One row per route, into the expert row itself."""
+        dest, bound = state.map, self.max_rows
+        with span("put"):
+            put_rows(
+                x,
+                self._payload(handles, "rows"),
+                dest.dest_rank,
+                dest.dest_row,
+                num_rows=bound,
+                launch=self.launches.put,
+            )
+            put_values(weights, self._payload(handles, "weights"), dest.dest_rank, dest.dest_row, num_rows=bound)
+            first = self.rank * self.max_tokens * self.top_k
+            put_values(
+                None, self._payload(handles, "routes"), dest.dest_rank, dest.dest_row, num_rows=bound, first=first
+            )
+        self._sync(Phase("dispatch", state.layer))
+        region = self.payload_region
+        routes, row_weights = region.view(payload, "routes").clone(), region.view(payload, "weights").clone()
+        fill_tail(routes, dest.offsets[-1:], -1)
+        fill_tail(row_weights, dest.offsets[-1:])
+        arrived.route_of_row = routes
+        return region.view(payload, "rows"), row_weights
+
+    def _put_chunks(self, x: Tensor, stage: Peers, dest_rank: Tensor, chunks: Iterator[tuple[int, int]]) -> None:
+        """Every token once to each other rank that a route names."""
+        first, tokens = self.rank * self.max_tokens, x.shape[0]
+        for begin, end in chunks:
+            begin, end = min(begin, tokens), min(end, tokens)
+            put_unique(x, stage, dest_rank, first, begin, end, skip_rank=self.rank, launch=self.launches.put)
 
     # Table 8, combine forward: GET, or PUT of partials
 
@@ -280,14 +358,14 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
     ) -> tuple[Tensor, Tensor | None]:
         y = y.contiguous()
         at_output = weights is not None and self.config.weight_at == "output"
+        phase = Phase("combine", state.layer)
         if self.config.form == "dedup":
-            out, _ = self._reduce_put(Phase("combine", state.layer), state, y, None, weights)
+            out, _ = self._reduce_put(phase, state, y, None, weights)
             assert out is not None
             return out, None
         by_route = state.topk_weight if at_output else weights
         state.topk_weight = None
         dest = state.map
-        phase = Phase("combine", state.layer)
         self._publish(phase, state, y, None)
         out = y.new_empty((state.num_tokens, self.hidden_size))
         kept = y.new_empty((state.num_tokens, self.top_k, self.hidden_size)) if keep else None
@@ -302,7 +380,6 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
 
     def send_grad(self, state: DeviceState, grad: Tensor, scale: Tensor | None) -> Tensor:
         dest, phase = state.map, Phase("combine backward", state.layer)
-        scale = None if scale is None else scale.contiguous()
         if self.config.form == "route":
             handle, slot = self._lease(self.grad_pool, state.layer)
             with span("exchange"):
@@ -310,19 +387,30 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
                 handles = self.heap.exchange(own, channel=CHANNEL, phase=phase)
             with span("put"):
                 where = self._slots(self.grad_pool, handles[:, 0], 0)
-                put_rows(grad, where, dest.dest_rank, dest.dest_row, scale, num_rows=self.max_rows)
+                scale = None if scale is None else scale.contiguous()
+                put_rows(
+                    grad, where, dest.dest_rank, dest.dest_row, scale, num_rows=self.max_rows, launch=self.launches.put
+                )
             self._sync(phase)
-            return (
-                slot[: self.max_rows * self.hidden_size * self.dtype.itemsize].view(self.dtype).view(self.max_rows, -1)
-            )
+            nbytes = self.max_rows * self.hidden_size * self.dtype.itemsize
+            return slot[:nbytes].view(self.dtype).view(self.max_rows, self.hidden_size)
         assert state.local_rows is not None and scale is None
-        self.grads.claim(phase)
-        with span("put"):
-            put_unique(grad, self.grads.peers("stage"), dest.dest_rank, self.rank * self.max_tokens)
-        self._sync(phase)
+        with self._across(self.there, phase) as chunks:
+            self.grads.claim(phase)
+            self._put_chunks(grad, self.grads.peers("stage"), dest.dest_rank, chunks)
         rows = grad.new_empty((self.max_rows, self.hidden_size))
+        stage, me, launch = self.grads.local("stage"), self.rank, self.launches.fan_out
         with span("fan-out"):
-            fan_out(self.grads.local("stage"), state.local_rows, dest.tokens, rows)
+            fan_out(
+                stage, state.local_rows, dest.tokens, rows,
+                x_own=grad, own_rank=me, first_source=me, sources=1, launch=launch,
+            )  # fmt: skip
+            for begin, end in self.there.arrived(phase):
+                fan_out(
+                    stage, state.local_rows, dest.tokens, rows,
+                    first_source=me + 1, sources=self.world - 1, begin=begin, end=end, launch=launch,
+                )  # fmt: skip
+        self._join()
         self.grads.done(phase)
         return rows
 
@@ -350,10 +438,6 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.outputs.done(phase)
         return grad_x, grad_w
 
-    def _slots(self, pool: SlotPool, handles: Tensor, offset: int) -> Peers:
-        """A part, ``offset`` bytes into the slot that every rank advertised."""
-        return Peers(pool.base_ptrs, handles, max_handle=pool.last_handle, offset=offset)
-
     def _publish(self, phase: Phase, state: DeviceState, rows: Tensor | None, scalars: Tensor | None) -> None:
         """Put the valid rows where the peers can GET them, and say so."""
         self.outputs.claim(phase)
@@ -368,31 +452,39 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self, phase: Phase, state: DeviceState, rows: Tensor | None, scalars: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Sum the rows of each token here, write the partials (and one scalar per route) at its source, sum those
-        there."""
-        dest, local_rows = state.map, state.local_rows
+        there.
+
+        The partial of the own rank never leaves registers: the final sum makes it from the expert rows.
+        """
+        dest, local_rows, me = state.map, state.local_rows, self.rank
         assert local_rows is not None
-        self.partial.claim(phase)
-        with span("reduce and put"):
-            if rows is not None:
-                pre_reduce_put(
-                    rows,
-                    local_rows,
-                    dest.tokens,
-                    self.partial.peers("rows"),
-                    self.rank,
-                    weights=None if weights is None else weights.contiguous(),
-                )
+        weights = None if weights is None else weights.contiguous()
+        with self._across(self.back, phase) as chunks:
+            self.partial.claim(phase)
             if scalars is not None:
-                put_scalars(scalars, local_rows, dest.tokens, self.partial.peers("scalars"), self.rank)
-        self._sync(phase)
+                put_scalars(scalars, local_rows, dest.tokens, self.partial.peers("scalars"), me)
+            for begin, end in chunks:
+                if rows is not None:
+                    pre_reduce_put(
+                        rows, local_rows, dest.tokens, self.partial.peers("rows"), me, weights,
+                        first_source=me + 1, sources=self.world - 1, begin=begin, end=end, launch=self.launches.reduce,
+                    )  # fmt: skip
         out = back = None
+        if rows is not None:
+            out = rows.new_empty((state.num_tokens, self.hidden_size))
         with span("sum"):
-            if rows is not None:
-                out = rows.new_empty((state.num_tokens, self.hidden_size))
-                sum_partials(self.partial.local("rows"), dest.dest_rank, out)
+            for begin, end in self.back.arrived(phase):
+                if out is not None:
+                    begin, end = min(begin, out.shape[0]), min(end, out.shape[0])
+                    sum_partials(
+                        self.partial.local("rows"), dest.dest_rank, out,
+                        y=rows, dest_row=dest.dest_row, weights=weights, own_rank=me,
+                        begin=begin, end=end, launch=self.launches.sum,
+                    )  # fmt: skip
             if scalars is not None:
                 back = scalars.new_empty((state.num_tokens, self.top_k))
                 take_scalars(self.partial.local("scalars"), dest.dest_rank, back)
+        self._join()
         self.partial.done(phase)
         return out, back
 
@@ -440,7 +532,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         if not self.max_tokens:
             return {}
         payload = self.payload.stats()
-        return {"slots": payload.slots, "slots_in_use": payload.in_use, "slots_peak": payload.peak}
+        # One slot is always leased ahead.
+        return {"slots": self.slots, "slots_in_use": payload.in_use - 1, "slots_peak": payload.peak - 1}
 
     def close(self) -> None:
         self.captured.clear()
@@ -452,6 +545,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
 
     def _free(self) -> None:
         """Collective: give the buffers back to the heap."""
+        del self.ahead, self.handles
         self.payload.close()
         if self.config.form == "dedup":
             self.heap.free(self.partial.buffer)

@@ -236,6 +236,10 @@ class DeviceHeap(Heap):
         sync.post(self._counters[channel], self._at(self._layout.counter(channel, self.rank)), ticket)
         return ticket
 
+    def posted(self, channel: int) -> Tensor:
+        """int64 scalar on the device: how often this rank has posted on ``channel``."""
+        return self._counters[channel, 0]
+
     def wait(self, ticket: Ticket, *, channel: int, phase: Phase) -> None:
         """As ``Heap.wait``, as a kernel on the current stream; what goes wrong is raised by ``check``."""
         self._check_open(channel)

@@ -1,0 +1,30 @@
+"""Join the job, run one benchmark, leave."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import dispatch, tune
+
+COMMANDS = {"dispatch": dispatch.run, "tune": tune.run}
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Under torchrun: the figures on rank 0, None elsewhere."""
+    if args.device == "cuda":
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    result = COMMANDS[args.command](args, device)
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result if rank == 0 else None
