@@ -50,7 +50,7 @@ EXPERTS = ("ours", "foreign")
 
 @dataclass(frozen=True)
 class Metrics:
-    """What the experts saw in the last training forward of every layer; a recomputation is not one.
+    """What the experts saw in the last training forward of every layer.
 
     ``drop_rate``: float64 scalar, routes dropped / routes asked, over the layers and the EP_MP group. ``expert_load``:
     int64 [E] by layer, routes that the EP_MP group asked of each expert. ``bytes_sent``: bytes of rows that this rank
@@ -127,8 +127,7 @@ class PatchedExperts:
         self.gradients.see_ddp()
 
     def _count(self, state: RouteState) -> None:
-        recomputing = torch._C._current_graph_task_id() != -1  # in a backward
-        if self.module.training and not recomputing:
+        if self.module.training:  # a recomputation writes the same again
             self.asked, self.accepted = state.map.counts, state.map.accepted
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from ..experts import Activation, WeightAt, grouped_mlp
 ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
 # Parameters whose first dimension counts experts.
 PER_EXPERT = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
-SILU = ("SiLUActivation", "SiLU")
+SILU = ("SiLUActivation", "SiLU", "silu")
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,10 @@ def _activation(name: str, module: nn.Module, gated: bool) -> Activation:
     try:
         if own_gate:
             return Activation(type(module).__name__, whole=gate)
-        if type(function).__name__ in SILU:
-            return Activation("silu", gated=gated)
-        return Activation(type(function).__name__, gated=gated, function=function)
+        called = getattr(function, "__name__", type(function).__name__)
+        return Activation(
+            "silu" if called in SILU else called, gated=gated, function=None if called in SILU else function
+        )
     except ValueError as error:
         raise _unknown(name, module, str(error)) from error
 

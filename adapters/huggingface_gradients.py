@@ -123,7 +123,7 @@ class ExpertGradients:
         if had and had_not:
             raise RuntimeError(
                 f"some data-parallel ranks ran a backward since the last sync and others did not (this one:"
-                f" {self._pending}); a rank without data must still run forward and backward on zero tokens"
+                f" {self._pending}); a rank without data must still run both, on tokens without loss"
             )
         return {id(p) for p, flag in zip(params, any_rank, strict=True) if flag}
 
