@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .peers import Peers
+from .sync_triton import ChunkSignal, last_signals
 from .triton_common import (
     PEER_INTEGERS,
     Launch,
@@ -107,7 +108,7 @@ def put_rows(
     )
 
 
-@triton.jit(do_not_specialize=[*PEER_INTEGERS, "first_row", "begin", "end", "skip_rank", "own_rank", "num_rows"])
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, "first_row", "begin", "end", "skip_rank", "t_max", "signal_offset"])
 def _put_unique(
     x,
     base,
@@ -122,37 +123,43 @@ def _put_unique(
     begin,
     end,
     skip_rank,
-    dest_row,
-    own_rows,
-    own_rank,
-    num_rows,
+    t_max,
+    arrivals,
+    counter,
+    signal_base,
+    signal_offset,
     PER_RANK: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
+    LANES: tl.constexpr,
     D: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    first = begin * blocks + tl.program_id(0).to(tl.int64)
-    for item in range(first, end * blocks, tl.num_programs(0)):
-        t = item // blocks
-        cols = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(x + t * D + cols, mask=cols < D)
-        done = tl.full((), 0, tl.int64)  # bit p: rank p has the token
-        for k in tl.static_range(K):
-            route = tl.load(routes + t * routes_token_stride + k * routes_stride).to(tl.int64)
+    k = tl.arange(0, LANES)
+    posted = tl.full((), 0, tl.int64)
+    if arrivals is not None:
+        posted = tl.load(counter)
+    for chunk in range(CHUNKS):
+        low = tl.maximum(tl.minimum(t_max * chunk // CHUNKS, end), begin)
+        high = tl.maximum(tl.minimum(t_max * (chunk + 1) // CHUNKS, end), begin)
+        first = low.to(tl.int64) * blocks + tl.program_id(0)
+        for item in range(first, high.to(tl.int64) * blocks, tl.num_programs(0)):
+            t = item // blocks
+            cols = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(x + t * D + cols, mask=cols < D)
+            route = tl.load(routes + t * routes_token_stride + k * routes_stride, mask=k < K, other=-1).to(tl.int64)
             rank = tl.where(route >= 0, route // PER_RANK, -1)
-            bit = tl.full((), 1, tl.int64) << tl.maximum(rank, 0)
-            if (rank >= 0) & (rank < M) & (rank != skip_rank) & ((done & bit) == 0):
-                address = peer_address(base, handles, handle_stride, max_handle, offset, rank)
-                if address != 0:
-                    tl.store(rows_at(address, x) + (first_row + t) * D + cols, values, mask=cols < D)
-            if rank < M:
-                done = done | tl.where(rank >= 0, bit, 0)
-            if own_rows is not None:
-                row = tl.load(dest_row + t * K + k).to(tl.int64)
-                if (rank == own_rank) & (row >= 0) & (row < num_rows):
-                    tl.store(own_rows + row * D + cols, values, mask=cols < D)
+            for p in tl.static_range(M):
+                if (tl.max((rank == p).to(tl.int32), 0) != 0) & (p != skip_rank):
+                    address = peer_address(base, handles, handle_stride, max_handle, offset, p)
+                    if address != 0:
+                        tl.store(rows_at(address, x) + (first_row + t) * D + cols, values, mask=cols < D)
+        if arrivals is not None:
+            last = last_signals(arrivals + chunk, tl.num_programs(0), posted + chunk + 1, signal_base, signal_offset, M)
+            if last & (chunk == CHUNKS - 1):
+                tl.store(counter, posted + CHUNKS)  # every program has read it
 
 
 def put_unique(
@@ -165,27 +172,23 @@ def put_unique(
     *,
     experts_per_rank: int = 1,
     skip_rank: int = -1,
-    dest_row: Tensor | None = None,
-    own_rows: Tensor | None = None,
-    own_rank: int = -1,
+    signal: ChunkSignal | None = None,
     launch: Launch = PUT,
 ) -> None:
     """Tokens [``begin``, ``end``) once to every rank that a route of theirs names, as ``put_unique_torch``.
 
     ``x`` [T, D]; ``peers`` [M·T_max, D] on each rank; ``routes`` [T, K], any integer dtype and strides: destination
     ranks, or expert ids with ``experts_per_rank`` experts on each rank, so that rows can cross before the route map
-    exists. ``skip_rank`` receives nothing. ``own_rows`` [rows, D] with ``dest_row`` int32 [T, K] and ``routes`` that
-    are ranks: the rows of ``own_rank`` also go straight into expert order, from the same read of ``x``.
+    exists. ``skip_rank`` receives nothing. With ``signal`` the tokens move chunk by chunk, and each chunk is signalled
+    when its last row is on its way.
     """
-    require_contiguous(x=x, dest_row=dest_row, own_rows=own_rows)
-    if own_rows is not None and (dest_row is None or experts_per_rank != 1):
-        raise ValueError("own_rows needs dest_row, and routes that are destination ranks (experts_per_rank=1)")
+    require_contiguous(x=x)
     end = x.shape[0] if end is None else end
-    if end <= begin:
+    if end <= begin and signal is None:
         return
     width = x.shape[1]
     block = launch.columns(width)
-    _put_unique[launch.grid((end - begin) * triton.cdiv(width, block))](
+    _put_unique[launch.grid(max(1, end - begin) * triton.cdiv(width, block))](
         x,
         *peers.arguments,
         first_row,
@@ -195,14 +198,14 @@ def put_unique(
         begin,
         end,
         skip_rank,
-        dest_row,
-        own_rows,
-        own_rank,
-        0 if own_rows is None else own_rows.shape[0],
+        end if signal is None else signal.max_tokens,
+        *ChunkSignal.arguments(signal),
         PER_RANK=experts_per_rank,
         M=peers.world,
         K=routes.shape[1],
+        LANES=triton.next_power_of_2(routes.shape[1]),
         D=width,
+        CHUNKS=1 if signal is None else signal.chunks,
         BLOCK=block,
         **launch.options,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .peers import Peers
 from .reduce import accumulation_dtype
+from .sync_triton import ChunkSignal, last_signals
 from .triton_common import (
     PEER_INTEGERS,
     RANGE_INTEGERS,
@@ -41,7 +42,7 @@ def _weighted_row(y, row, valid, cols, weights, D: tl.constexpr, ACC: tl.constex
     return value
 
 
-@triton.jit(do_not_specialize=[*PEER_INTEGERS, *RANGE_INTEGERS, "bound", "rank"])
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, *RANGE_INTEGERS, "bound", "rank", "signal_offset", "programs"])
 def _pre_reduce_put(
     y,
     weights,
@@ -60,19 +61,34 @@ def _pre_reduce_put(
     begin,
     length,
     t_max,
+    arrivals,
+    counter,
+    signal_base,
+    signal_offset,
+    programs,
+    M: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     ACC: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    first = tl.program_id(0).to(tl.int64)
+    # Programs start in order: those of the first part come first, however many fit on the GPU.
+    chunk = tl.program_id(0) // programs
+    first = (tl.program_id(0) % programs).to(tl.int64)
+    end = begin + length
+    low = tl.maximum(tl.minimum(t_max * chunk // CHUNKS, end), begin)
+    high = tl.maximum(tl.minimum(t_max * (chunk + 1) // CHUNKS, end), begin)
+    posted = tl.full((), 0, tl.int64)
+    if arrivals is not None:
+        posted = tl.load(counter)
     for i in range(sources):
         source = (first_source + i + tl.zeros((), tl.int64)) % world
         address = peer_address(base, handles, handle_stride, max_handle, offset, source)
-        count = tl.minimum(tl.load(tokens + source) - begin, length)
-        for item in range(first, count * blocks, tl.num_programs(0)):
-            t = begin + item // blocks
+        count = tl.minimum(tl.load(tokens + source), high) - low
+        for item in range(first, count * blocks, programs):
+            t = low + item // blocks
             cols = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
             token = source * t_max + t
             total = tl.zeros((BLOCK,), ACC)
@@ -85,6 +101,11 @@ def _pre_reduce_put(
             if any_row & (address != 0):
                 out = rows_at(address, y) + (rank * t_max + t) * D + cols
                 tl.store(out, narrow(total, y.dtype.element_ty), mask=cols < D)
+    if arrivals is not None:
+        last_signals(arrivals + chunk, programs, posted + chunk + 1, signal_base, signal_offset, M)
+        if tl.atomic_add(arrivals + CHUNKS, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+            tl.store(arrivals + CHUNKS, 0)
+            tl.store(counter, posted + CHUNKS)  # every program has read it
 
 
 def pre_reduce_put(
@@ -99,23 +120,27 @@ def pre_reduce_put(
     sources: int | None = None,
     begin: int = 0,
     end: int | None = None,
+    signal: ChunkSignal | None = None,
     launch: Launch = REDUCE,
 ) -> None:
     """Sum this rank's rows of every token and write the partial at its source, as ``pre_reduce_put_torch``.
 
     ``y`` [RB, D]; ``local_rows`` int32 [M, T_max, K]; ``tokens`` int64 [M]; ``peers`` [M, T_max, D] at each source, of
     which this rank writes [``rank``]; ``weights`` [RB], one per row of ``y``, in the accumulation dtype. Only
-    ``sources`` sources from ``first_source`` on (counted round the end) and tokens [``begin``, ``end``) are moved.
+    ``sources`` sources from ``first_source`` on (counted round the end) and tokens [``begin``, ``end``) are moved. With
+    ``signal`` each chunk of tokens is signalled when its last partial is on its way.
     """
     require_contiguous(y=y, local_rows=local_rows, tokens=tokens, weights=weights)
     world, t_max, top_k = local_rows.shape
     sources = world if sources is None else sources
     end = t_max if end is None else min(end, t_max)
-    if end <= begin or not sources:
+    if (end <= begin or not sources) and signal is None:
         return
     width = y.shape[1]
     block = launch.columns(width)
-    _pre_reduce_put[launch.grid((end - begin) * triton.cdiv(width, block))](
+    chunks = 1 if signal is None else signal.chunks
+    (programs,) = launch.grid(triton.cdiv(max(1, end - begin), chunks) * triton.cdiv(width, block))
+    _pre_reduce_put[(chunks * programs,)](
         y,
         weights,
         local_rows,
@@ -129,9 +154,13 @@ def pre_reduce_put(
         begin,
         end - begin,
         t_max,
+        *ChunkSignal.arguments(signal),
+        programs,
+        M=world,
         K=top_k,
         D=width,
         ACC=triton_dtype(accumulation_dtype(y.dtype)),
+        CHUNKS=chunks,
         BLOCK=block,
         **launch.options,
     )

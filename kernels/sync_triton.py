@@ -21,7 +21,7 @@ from .triton_common import INTERPRETED, tl, triton
 
 OK, TIMED_OUT, ABORTED = 0, 1, 2  # status[0]
 STATUS_WORDS = 3
-INTERPRETED_LOOK_NS = tl.constexpr(10_000)  # a look at a word costs the interpreter at least this long
+INTERPRETED_LOOK_NS = tl.constexpr(100_000)  # a look at the words costs the interpreter at least this long
 
 _TIMED_OUT = tl.constexpr(TIMED_OUT)
 _ABORTED = tl.constexpr(ABORTED)
@@ -157,6 +157,45 @@ def post(counter: Tensor, signals: Peers, ticket: Tensor | None = None) -> None:
     _require_plain(signals)
     lanes = triton.next_power_of_2(signals.world)
     _post[(1,)](counter, signals.base, signals.offset, ticket, M=signals.world, LANES=lanes, num_warps=1)
+
+
+@dataclass(frozen=True)
+class ChunkSignal:
+    """A kernel that moves rows signals each of ``chunks`` parts of a batch by itself, without a launch in between.
+
+    Part i is tokens [``max_tokens``·i // ``chunks``, ``max_tokens``·(i + 1) // ``chunks``). ``counter``: int64 [>= 1],
+    ours for the channel, raised by ``chunks``. ``signals``: the word (channel, this rank) on every rank. ``arrivals``:
+    int32 [chunks + 1], zero between launches: programs that have finished a part, and all; the last one signals."""
+
+    chunks: int
+    max_tokens: int
+    counter: Tensor
+    signals: Peers
+    arrivals: Tensor
+
+    @staticmethod
+    def arguments(signal: "ChunkSignal | None") -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+        """What kernels take: arrivals, counter, base and offset of the words."""
+        if signal is None:
+            return None, None, None, 0
+        _require_plain(signal.signals)
+        return signal.arrivals, signal.counter, signal.signals.base, signal.signals.offset
+
+
+@triton.jit
+def last_signals(arrived, programs, value, base, offset, M: tl.constexpr):
+    """The last of ``programs`` programs to come here raises our word at every rank to ``value``; whether this was it.
+
+    A later part may be signalled by another program before this one gets to it, so words are raised, never set.
+    """
+    tl.debug_barrier()  # the rows of all threads come before the one thread's release
+    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys") == programs - 1
+    if last:
+        tl.store(arrived, 0)
+        for p in range(M):
+            word = (tl.load(base + p) + offset).to(tl.pointer_type(tl.int64), bitcast=True)
+            tl.atomic_max(word, value, sem="release", scope="sys")
+    return last
 
 
 @triton.jit(do_not_specialize=_WATCH)

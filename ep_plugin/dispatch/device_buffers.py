@@ -15,6 +15,7 @@ from ..kernels.fan_out_triton import FAN_OUT
 from ..kernels.peers import Peers
 from ..kernels.put_triton import PUT
 from ..kernels.reduce_triton import REDUCE, SUM
+from ..kernels.sync_triton import ChunkSignal
 from ..kernels.triton_common import Launch
 from .layout import Region
 
@@ -77,26 +78,22 @@ class Chunks:
     """A batch cut by token index into ``count`` parts, the same on all ranks, each with a signal of its own on
     ``channel``.
 
-    Every operation posts all of them, also empty ones, so the signal to wait for is known without the sender's stream.
-    """
+    ``signal`` makes the kernel that sends them signal every part, also empty ones, so the one to wait for is known
+    without the sender's stream."""
 
     def __init__(self, heap: DeviceHeap, channel: int, count: int, max_tokens: int) -> None:
         self.heap, self.channel = heap, channel
         edges = [max_tokens * i // count for i in range(count + 1)]
         self.ranges = list(zip(edges[:-1], edges[1:], strict=True))
-        # Counters of this channel may have been raised by an earlier user of the heap: go on from there.
-        start = int(heap.posted(channel))
+        arrivals = torch.zeros(count + 1, dtype=torch.int32, device=heap.device)
+        self.signal = ChunkSignal(count, max_tokens, heap.counter(channel), heap.signals(channel), arrivals)
+        # This channel may have been used before: go on from there.
+        start = int(heap.counter(channel)[0])
         self.tickets = torch.arange(start + 1 - count, start + 1, dtype=torch.int64, device=heap.device)
 
     def begin(self) -> None:
         """A new operation: the next ``count`` signals are its own."""
         self.tickets += len(self.ranges)
-
-    def posted(self, phase: Phase) -> Iterator[tuple[int, int]]:
-        """Token ranges to send; when the caller comes back for the next, the last one is signalled."""
-        for token_range in self.ranges:
-            yield token_range
-            self.heap.post(channel=self.channel, phase=phase)
 
     def arrived(self, phase: Phase) -> Iterator[tuple[int, int]]:
         """Token ranges, each after every rank has signalled it."""

@@ -230,27 +230,37 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         """Let the rows of x cross to the expert ranks that ``topk_idx`` names, dropped routes included."""
         x, topk_idx = early
         stage = self._payload(handles, "stage")
-        with self._across(self.there, Phase("dispatch", layer)) as chunks:
-            for begin, end in chunks:
-                put_unique(
-                    x,
-                    stage,
-                    topk_idx,
-                    self.rank * self.max_tokens,
-                    min(begin, x.shape[0]),
-                    min(end, x.shape[0]),
-                    experts_per_rank=self.num_local_experts,
-                    skip_rank=self.rank,
-                    launch=self.launches.put,
-                )
+        self.there.begin()
+        with self._across():
+            put_unique(
+                x,
+                stage,
+                topk_idx,
+                self.rank * self.max_tokens,
+                experts_per_rank=self.num_local_experts,
+                skip_rank=self.rank,
+                signal=self.there.signal,
+                launch=self.launches.put,
+            )
+
+    def _put_unique(self, x: Tensor, stage: Peers, dest_rank: Tensor) -> None:
+        """Every token once to each other rank that a route names."""
+        put_unique(
+            x,
+            stage,
+            dest_rank,
+            self.rank * self.max_tokens,
+            skip_rank=self.rank,
+            signal=self.there.signal,
+            launch=self.launches.put,
+        )
 
     @contextmanager
-    def _across(self, chunks: Chunks, phase: Phase) -> Iterator[Iterator[tuple[int, int]]]:
-        """The side stream, behind what the caller's stream has done so far; token ranges, each followed by a signal."""
-        chunks.begin()
+    def _across(self) -> Iterator[None]:
+        """The side stream, behind what the caller's stream has done so far."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side), span("cross"):
-            yield chunks.posted(phase)
+            yield
 
     def _join(self) -> None:
         """The caller's stream goes on when what crossed has been read."""
@@ -271,8 +281,9 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         phase, dest, region = Phase("dispatch", state.layer), state.map, self.payload_region
         if early is None:
             early = (x.contiguous(), dest.dest_rank)
-            with self._across(self.there, phase) as chunks:
-                self._put_chunks(early[0], self._payload(handles, "stage"), dest.dest_rank, chunks)
+            self.there.begin()
+            with self._across():
+                self._put_unique(early[0], self._payload(handles, "stage"), dest.dest_rank)
         elif early[0].data_ptr() != x.data_ptr() or early[0].shape != x.shape:
             raise ValueError(f"dispatch of layer {state.layer!r} was given another x than its plan")
         x = early[0]
@@ -344,13 +355,6 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         arrived.route_of_row = routes
         return region.view(payload, "rows"), row_weights
 
-    def _put_chunks(self, x: Tensor, stage: Peers, dest_rank: Tensor, chunks: Iterator[tuple[int, int]]) -> None:
-        """Every token once to each other rank that a route names."""
-        first, tokens = self.rank * self.max_tokens, x.shape[0]
-        for begin, end in chunks:
-            begin, end = min(begin, tokens), min(end, tokens)
-            put_unique(x, stage, dest_rank, first, begin, end, skip_rank=self.rank, launch=self.launches.put)
-
     # Table 8, combine forward: GET, or PUT of partials
 
     def give_back(
@@ -395,9 +399,10 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             nbytes = self.max_rows * self.hidden_size * self.dtype.itemsize
             return slot[:nbytes].view(self.dtype).view(self.max_rows, self.hidden_size)
         assert state.local_rows is not None and scale is None
-        with self._across(self.there, phase) as chunks:
+        self.there.begin()
+        with self._across():
             self.grads.claim(phase)
-            self._put_chunks(grad, self.grads.peers("stage"), dest.dest_rank, chunks)
+            self._put_unique(grad, self.grads.peers("stage"), dest.dest_rank)
         rows = grad.new_empty((self.max_rows, self.hidden_size))
         stage, me, launch = self.grads.local("stage"), self.rank, self.launches.fan_out
         with span("fan-out"):
@@ -459,27 +464,30 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         dest, local_rows, me = state.map, state.local_rows, self.rank
         assert local_rows is not None
         weights = None if weights is None else weights.contiguous()
-        with self._across(self.back, phase) as chunks:
+        if rows is not None:
+            self.back.begin()
+        with self._across():
             self.partial.claim(phase)
             if scalars is not None:
                 put_scalars(scalars, local_rows, dest.tokens, self.partial.peers("scalars"), me)
-            for begin, end in chunks:
-                if rows is not None:
-                    pre_reduce_put(
-                        rows, local_rows, dest.tokens, self.partial.peers("rows"), me, weights,
-                        first_source=me + 1, sources=self.world - 1, begin=begin, end=end, launch=self.launches.reduce,
-                    )  # fmt: skip
+            if rows is not None:
+                pre_reduce_put(
+                    rows, local_rows, dest.tokens, self.partial.peers("rows"), me, weights,
+                    first_source=me + 1, sources=self.world - 1, signal=self.back.signal, launch=self.launches.reduce,
+                )  # fmt: skip
         out = back = None
         if rows is not None:
             out = rows.new_empty((state.num_tokens, self.hidden_size))
         with span("sum"):
-            for begin, end in self.back.arrived(phase):
-                if out is not None:
-                    begin, end = min(begin, out.shape[0]), min(end, out.shape[0])
+            if out is None:  # scalars alone cross with one signal
+                self._join()
+                self._sync(phase)
+            else:
+                for begin, end in self.back.arrived(phase):
                     sum_partials(
                         self.partial.local("rows"), dest.dest_rank, out,
                         y=rows, dest_row=dest.dest_row, weights=weights, own_rank=me,
-                        begin=begin, end=end, launch=self.launches.sum,
+                        begin=min(begin, out.shape[0]), end=min(end, out.shape[0]), launch=self.launches.sum,
                     )  # fmt: skip
             if scalars is not None:
                 back = scalars.new_empty((state.num_tokens, self.top_k))

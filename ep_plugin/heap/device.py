@@ -233,12 +233,16 @@ class DeviceHeap(Heap):
         self._check_open(channel)
         if ticket is None:
             ticket = torch.empty(1, dtype=torch.int64, device=self.device)
-        sync.post(self._counters[channel], self._at(self._layout.counter(channel, self.rank)), ticket)
+        sync.post(self.counter(channel), self.signals(channel), ticket)
         return ticket
 
-    def posted(self, channel: int) -> Tensor:
-        """int64 scalar on the device: how often this rank has posted on ``channel``."""
-        return self._counters[channel, 0]
+    def counter(self, channel: int) -> Tensor:
+        """int64 [2] on the device: how often this rank has posted, and exchanged, on ``channel``."""
+        return self._counters[channel]
+
+    def signals(self, channel: int) -> Peers:
+        """The word (channel, this rank) on every rank, for kernels that signal by themselves."""
+        return self._at(self._layout.counter(channel, self.rank))
 
     def wait(self, ticket: Ticket, *, channel: int, phase: Phase) -> None:
         """As ``Heap.wait``, as a kernel on the current stream; what goes wrong is raised by ``check``."""
@@ -282,7 +286,7 @@ class DeviceHeap(Heap):
             self._counters[channel],
             self._at(self._layout.mailbox(channel, 0, self.rank)),
             self.world * RECORD_MAX * 8,
-            self._at(self._layout.counter(channel, self.rank)),
+            self.signals(channel),
             ticket,
         )
         self._lengths[channel] = record.numel()
