@@ -16,7 +16,7 @@ source."""
 
 from __future__ import annotations
 
-import zlib
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heap import Heap, HeapAborted, HeapClosed, HeapTimeout, Phase
+from ..heap import RECORD_MAX, Heap, HeapAborted, HeapClosed, HeapTimeout, Phase
 from ..heap.pool import Slot, SlotPool
 from ..kernels.fan_out import fan_out_torch, row_routes_torch
 from ..kernels.put import put_meta_torch, put_rows_torch, put_unique_torch, put_values_torch
@@ -45,6 +45,8 @@ from .layout import Part, Region
 
 CHANNEL = 0
 OPERATIONS = ("plan", "combine", "combine backward", "dispatch backward")
+NAME_BYTES = 32  # of a layer's name, in exchanged records
+STAMP_WORDS = 2 + NAME_BYTES // 8
 EXHAUSTED = -1  # advertised instead of a handle by a rank whose pool has no free slot
 
 
@@ -91,10 +93,16 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
 
     def __init__(self, *args: Any, heap: Heap, owns_heap: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if STAMP_WORDS + 2 + self.num_experts > RECORD_MAX:
+            raise ValueError(
+                f"num_experts={self.num_experts} is more than the {RECORD_MAX - STAMP_WORDS - 2} whose counts one"
+                " exchange of the heap holds"
+            )
         self.heap, self.owns_heap = heap, owns_heap
         self.acc = accumulation_dtype(self.dtype)
         self.max_tokens = self.max_rows = 0
         self.bytes_put = self.bytes_got = 0
+        self.exchanges = 0  # made so far, alike on all ranks
         self.pools: Pools | None = None  # made when the first sizes are known
         if self.config.max_tokens is not None:
             self._grow(self.config.max_tokens, 0, self.config.slots or 2, 2)
@@ -172,11 +180,25 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             self._more_slots(pool, handles)
 
     def _exchange_handles(self, operation: str, layer: str, handle: int) -> list[int]:
-        record = torch.tensor([*self._stamp(operation, layer), handle], dtype=torch.int64)
+        return self._exchange(operation, layer, handle)[:, 0].tolist()
+
+    def _exchange(
+        self, operation: str, layer: str, handle: int, num_tokens: int = 0, counts: Tensor | None = None
+    ) -> Tensor:
+        """int64 [M, 2 + E]: the handle, T and counts [E] of every rank, which must be in the same step.
+
+        Records are all of one length, numbered, and name the operation and the layer, so that ranks that are not in the
+        same step are told so and do not use each other's."""
+        self.exchanges += 1
+        record = torch.zeros(STAMP_WORDS + 2 + self.num_experts, dtype=torch.int64)
+        record[:STAMP_WORDS] = torch.tensor(self._stamp(operation, layer))
+        record[STAMP_WORDS], record[STAMP_WORDS + 1] = handle, num_tokens
+        if counts is not None:
+            record[STAMP_WORDS + 2 :] = counts
         with span("exchange"):
             records = self.heap.exchange(record, channel=CHANNEL, phase=Phase(operation, layer))
         self._check_stamps(records, operation, layer)
-        return records[:, 2].tolist()
+        return records[:, STAMP_WORDS:]
 
     def _more_slots(self, pool: SlotPool, handles: list[int]) -> None:
         """Collective: another slot for a pool that ran out somewhere, unless its size was fixed."""
@@ -189,19 +211,20 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             )
         pool.grow(slots=slots + max(1, slots // 2))
 
-    def _stamp(self, operation: str, layer: str) -> tuple[int, int]:
-        return OPERATIONS.index(operation), zlib.crc32(layer.encode())
+    def _stamp(self, operation: str, layer: str) -> tuple[int, ...]:
+        """The number of this exchange, its operation, and the end of the layer's name."""
+        name = layer.encode()[-NAME_BYTES:].ljust(NAME_BYTES)
+        return (self.exchanges, OPERATIONS.index(operation), *struct.unpack(f"{NAME_BYTES // 8}q", name))
 
     def _check_stamps(self, records: Tensor, operation: str, layer: str) -> None:
         mine = self._stamp(operation, layer)
-        for rank, (op, crc) in enumerate(records[:, :2].tolist()):
-            if (op, crc) != mine:
-                other = OPERATIONS[op] if 0 <= op < len(OPERATIONS) else f"operation {op}"
-                where = "the same layer" if crc == mine[1] else "another layer"
+        for rank, stamp in enumerate(records[:, :STAMP_WORDS].tolist()):
+            if tuple(stamp) != mine:
+                number, other, *words = stamp
+                name = struct.pack(f"{NAME_BYTES // 8}q", *words).decode(errors="replace").rstrip()
                 raise RuntimeError(
-                    f"EP ranks disagree: rank {self.rank} is in {operation} of layer {layer!r}, rank {rank} is in"
-                    f" {other}"
-                    f" of {where}."
+                    f"EP ranks disagree: rank {self.rank} is in {operation} of layer {layer!r} (exchange"
+                    f" {self.exchanges}), rank {rank} is in {OPERATIONS[other]} of layer {name!r} (exchange {number})."
                     " All ranks of an EP group must run the same layers in the same order"
                 )
 
@@ -232,14 +255,11 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             while True:
                 slot, payload = self._take(self.payload) if self.pools else (None, None)
                 handle = EXHAUSTED if slot is None else slot.handle
-                head = torch.tensor([*self._stamp("plan", layer), handle, num_tokens], dtype=torch.int64)
-                with span("exchange"):
-                    records = self.heap.exchange(torch.cat([head, counts]), channel=CHANNEL, phase=Phase("plan", layer))
-                self._check_stamps(records, "plan", layer)
-                handles, tokens = records[:, 2].tolist(), records[:, 3].contiguous()
+                records = self._exchange("plan", layer, handle, num_tokens, counts)
+                handles, tokens = records[:, 0].tolist(), records[:, 1].contiguous()
                 with span("route map"):
                     route_map = build_route_map(
-                        topk_idx, records[:, 4:].contiguous(), tokens, rank=self.rank, capacity=self.config.capacity
+                        topk_idx, records[:, 2:].contiguous(), tokens, rank=self.rank, capacity=self.config.capacity
                     )
                 if self._fits(tokens, route_map) and EXHAUSTED not in handles:
                     return RowwiseState(
