@@ -231,11 +231,12 @@ class Memory:
 
 
 def launches(case: Case) -> Launch:
-    """A few programs with several rows each and several blocks a row, or what is chosen for a user."""
-    if case.rng.random() < 0.3 and case.device.type != "cpu":
-        return Launch(case.rng.choice((132, 528, 4224)), case.rng.choice((1, 2, 4, 8)))
-    widest = 16 if case.device.type == "cpu" else 1024
-    return Launch(case.rng.randint(1, 5), block=case.rng.choice((None, widest)))
+    """Few programs with several rows each, or many; on a GPU one block and one number of warps per shape, because each
+    is compiled anew."""
+    if case.device.type == "cpu":
+        return Launch(case.rng.randint(1, 5), block=case.rng.choice((None, 16)))
+    kind = case.shape.width % 7
+    return Launch(case.rng.choice((1, 3, 7, 132, 1056)), (1, 2, 4, 8)[kind % 4], (None, 512)[kind % 2])
 
 
 def chunks(case: Case, most: int) -> list[tuple[int, int]]:

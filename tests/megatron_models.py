@@ -6,19 +6,27 @@ what they ask for, once per process. Legend: E experts, H hidden size, S sequenc
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from tests.dist import Pool
+
+Run = Callable[..., list[Any]]
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB, SEQ, HIDDEN, WIDTH, HEADS, EXPERTS = 32, 8, 16, 24, 2, 8
 
@@ -27,6 +35,53 @@ def latest_wheel() -> Path | None:
     """The folder with the newest supported megatron-core, unpacked beside the installed one by ``make``."""
     folder = Path(os.environ.get("MEGATRON_LATEST", ROOT / ".venv" / "megatron-latest"))
     return folder if (folder / "megatron" / "core").is_dir() else None
+
+
+marks = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
+]
+
+
+@functools.lru_cache(maxsize=2)
+def _pool(folder: str | None) -> Pool:
+    """Processes for one version, shared by all test modules: the import is most of their time."""
+    pool = Pool()
+    atexit.register(pool.close)
+    return pool
+
+
+@pytest.fixture(params=["installed", "latest"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """``run(fn, world, *args)``: ``fn(rank, world, *args)`` in processes that hold one version of megatron-core."""
+    folder = None
+    if request.param == "latest":
+        path = latest_wheel()
+        if path is None:
+            pytest.skip("no newer megatron-core beside the installed one: `make` unpacks it, or set MEGATRON_LATEST")
+        folder = str(path)
+
+    def call(fn: Any, world: int, *args: Any, timeout: float = 240.0) -> list[Any]:
+        return _pool(folder).run(_with_version, world, folder, fn, args, timeout=timeout)
+
+    return call
+
+
+def _with_version(rank: int, world: int, folder: str | None, fn: Any, args: tuple[Any, ...]) -> Any:
+    use_version(folder)
+    return fn(rank, world, *args)
+
+
+def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference over all tensors, relative to each tensor's largest entry."""
+    assert ours.keys() == theirs.keys()
+    worst = 0.0
+    for name, reference in theirs.items():
+        assert ours[name].shape == reference.shape and ours[name].dtype == reference.dtype, name
+        scale = max(float(reference.abs().max()) if reference.numel() else 0.0, 1e-3)
+        gap = (ours[name].double() - reference.double()).abs().max() if reference.numel() else 0.0
+        worst = max(worst, float(gap) / scale)
+    return worst
 
 
 def use_version(folder: str | None) -> None:
@@ -45,10 +100,23 @@ class _NoStream:
         return lambda *args, **kwargs: self
 
 
+class _CudaIsCpu(TorchFunctionMode):
+    """Tensors that are asked for on CUDA are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
 @functools.lru_cache(maxsize=1)
 def on_cpu() -> None:
     """Once per process: no-op streams, CPU as the current device, gloo where Megatron counts on NCCL."""
     from megatron.core.tensor_parallel import random as mcore_random
+    from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, shared_experts, token_dispatcher
 
     stream = _NoStream()
@@ -71,6 +139,10 @@ def on_cpu() -> None:
         moe_utils.te_general_gemm = None  # 0.16 without Transformer Engine
     mcore_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     mcore_random._set_cuda_rng_state = lambda *args, **kwargs: None
+    # Megatron's plain torch norm refuses sequence parallelism, because nobody reduces its gradients there.
+    torch_norm.WrappedTorchNorm.__new__ = lambda cls, config, hidden_size, eps=1e-5, **kwargs: nn.LayerNorm(  # type: ignore
+        hidden_size, eps
+    )
     all_gather = dist.all_gather
 
     def uneven_all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -103,8 +175,10 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[S, B, heads, head size] each → [S, B, H]."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
         if self.cp.size() > 1:
-            key, value = (torch.cat(torch.distributed.nn.functional.all_gather(t, self.cp)) for t in (key, value))
+            key, value = (gather_from_sequence_parallel_region(t, group=self.cp) for t in (key, value))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         first = self.cp.rank() * q.shape[2]
@@ -130,7 +204,8 @@ def parallel(**sizes: Any) -> Iterator[None]:
     )
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     try:
-        yield
+        with _CudaIsCpu():
+            yield
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -195,56 +270,116 @@ def moe_layer(cfg: Any, spec: Any = None) -> Any:
     else:
         layer = (mlp.module or MoELayer)(cfg, mlp.submodules, pg_collection=get_default_pg_collection())
     layer.set_layer_number(1)
-    weights_by_expert(layer)
+    weights_by_name(layer)
     return layer.train()
 
 
 def gpt(cfg: Any, spec: Any = None, **arguments: Any) -> Any:
-    """A tiny GPTModel in training mode, its experts' weights keyed by global expert id."""
+    """A tiny GPTModel in training mode."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    torch.manual_seed(7)
     model = GPTModel(
         cfg,
         layer_spec(cfg) if spec is None else spec,
         vocab_size=VOCAB,
         max_sequence_length=SEQ,
-        position_embedding_type="rope",
+        position_embedding_type="learned_absolute",
         **arguments,
     )
-    weights_by_expert(model)
+    weights_by_name(model)
     return model.train()
 
 
 @torch.no_grad()
-def weights_by_expert(model: nn.Module) -> None:
-    """Give expert e the same weights whatever rank holds it: Megatron's CPU initialisation draws alike on all ranks."""
-    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+def weights_by_name(model: nn.Module) -> None:
+    """Give every parameter values that depend on its layer and its expert's global id alone, not on the ranks.
 
-    for module in model.modules():
-        if not isinstance(module, BaseMoELayer):
-            continue
-        for local, expert in enumerate(module.experts.local_experts):
-            tp = module.experts.tp_group
-            for which, linear in ((1, expert.linear_fc1), (2, expert.linear_fc2)):
-                seed = 1000 * (module.layer_number or 0) + 10 * module.local_expert_indices[local] + which
-                for parameter in linear.parameters():
-                    generator = torch.Generator().manual_seed(seed)
-                    shape = list(parameter.shape)
-                    axis = 0 if which == 1 else 1  # the axis that expert tensor parallelism splits
-                    if len(shape) > axis:
-                        shape[axis] *= tp.size()
-                    whole = torch.randn(shape, generator=generator) * 0.3
-                    if whole.dim() > axis and tp.size() > 1:
-                        gates = 2 if which == 1 and module.config.gated_linear_unit else 1
-                        parts = [half.chunk(tp.size(), axis)[tp.rank()] for half in whole.chunk(gates, axis)]
-                        whole = torch.cat(parts, axis)
-                    parameter.copy_(whole)
+    Megatron's CPU initialisation draws the same experts on all ranks, and the same layers on all pipeline ranks. (Under
+    tensor parallelism all slices get the same values.)
+    """
+    for name, parameter in by_global_name(model, dict(model.named_parameters())).items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(values * 0.3 if parameter.dim() > 1 or "bias" in name else 1 + 0.1 * values)
+
+
+def by_global_name(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` of ``model``'s parameters, named by global layer number and global expert id."""
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    renamed = dict(tensors)
+    for name, module in model.named_modules():
+        if not isinstance(module, TransformerLayer if name else BaseMoELayer):
+            continue  # a layer, or a model that is nothing but one MoE layer
+        moe = getattr(module, "mlp", module)
+        for key in [key for key in renamed if key.startswith(f"{name}." if name else "")]:
+            parts = key.removeprefix(f"{name}.").split(".")
+            if "local_experts" in parts:
+                at = parts.index("local_experts") + 1
+                parts[at] = str(moe.local_expert_indices[int(parts[at])])
+            renamed[".".join(["layer", str(module.layer_number), *parts])] = renamed.pop(key)
+    return renamed
 
 
 def tokens(seed: int, batch: int = 2, seq: int = SEQ) -> Tensor:
     """Token ids int64 [batch, seq + 1]."""
     return torch.randint(0, VOCAB, (batch, seq + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def chunks(cfg: Any, spec: Any = None) -> list[Any]:
+    """This pipeline rank's model chunks."""
+    from megatron.core import parallel_state as ps
+
+    vpp = cfg.virtual_pipeline_model_parallel_size
+    made = []
+    for stage in [None] if vpp is None else range(vpp):
+        at = {} if stage is None else {"vp_stage": stage}
+        made.append(
+            gpt(
+                cfg,
+                spec,
+                pre_process=ps.is_pipeline_first_stage(ignore_virtual=stage is None, **at),
+                post_process=ps.is_pipeline_last_stage(ignore_virtual=stage is None, **at),
+                share_embeddings_and_output_weights=False,
+                **at,
+            )
+        )
+    return made
+
+
+def run_step(cfg: Any, models: list[Any], batches: list[Tensor]) -> list[float]:
+    """Forward and backward of one step by Megatron's schedule, a batch [B, S + 1] a microbatch; its losses, which the
+    last pipeline rank has.
+
+    Under context parallelism a rank takes its contiguous part of the sequence.
+    """
+    from megatron.core import parallel_state as ps
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    cp, at = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+    seq = batches[0].shape[1] - 1
+    mine = slice(at * seq // cp, (at + 1) * seq // cp)
+
+    def forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+        batch = next(batches)
+        places = torch.arange(seq)[mine].expand(batch.shape[0], -1)
+        out = model(batch[:, :-1][:, mine], places, None, labels=batch[:, 1:][:, mine])
+        # The schedule multiplies the loss by the context parallel degree: it expects each rank's part of a mean.
+        return out, lambda losses: (losses.mean() / cp, {"loss": losses.detach().mean()})
+
+    feeds = [iter(batches) for _ in models]
+    several = len(models) > 1
+    losses = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=feeds if several else feeds[0],
+        model=models if several else models[0],
+        num_microbatches=len(batches),
+        seq_length=seq,
+        micro_batch_size=batches[0].shape[0],
+        forward_only=False,
+    )
+    return [float(reported["loss"]) for reported in losses]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -6,62 +6,21 @@ Every test runs on the installed megatron-core and on the newest supported one.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ep_plugin.config import EPConfig
 from tests import megatron_models as mm
-from tests.dist import Pool
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
-]
-
-Run = Callable[..., list[Any]]
+pytestmark = mm.marks
+run = mm.run
 
 BLOCK = EPConfig(dispatcher="block")
 DEDUP = EPConfig()
 ROUTE = EPConfig(form="route")
 WAYS = [(BLOCK, "megatron"), (DEDUP, "megatron"), (ROUTE, "megatron"), (DEDUP, "plugin"), (ROUTE, "plugin")]
-
-
-@pytest.fixture(scope="module", params=["installed", "latest"])
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """``run(fn, world, *args)``: ``fn(rank, world, *args)`` in processes that hold one version of megatron-core."""
-    folder = None
-    if request.param == "latest":
-        path = mm.latest_wheel()
-        if path is None:
-            pytest.skip(
-                "no newer megatron-core beside the installed one: `make test` unpacks it, or set MEGATRON_LATEST"
-            )
-        folder = str(path)
-    pool = Pool()
-    yield lambda fn, world, *args, timeout=240.0: pool.run(_with_version, world, folder, fn, args, timeout=timeout)
-    pool.close()
-
-
-def _with_version(rank: int, world: int, folder: str | None, fn: Any, args: tuple[Any, ...]) -> Any:
-    mm.use_version(folder)
-    return fn(rank, world, *args)
-
-
-def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference over all tensors, relative to each tensor's largest entry."""
-    assert ours.keys() == theirs.keys()
-    worst = 0.0
-    for name, reference in theirs.items():
-        assert ours[name].shape == reference.shape and ours[name].dtype == reference.dtype, name
-        scale = max(float(reference.abs().max()) if reference.numel() else 0.0, 1e-3)
-        gap = (ours[name].double() - reference.double()).abs().max() if reference.numel() else 0.0
-        worst = max(worst, float(gap) / scale)
-    return worst
 
 
 # One MoE layer
@@ -116,13 +75,13 @@ def one_layer(rank: int, world: int, ep: EPConfig, experts: str) -> dict[str, fl
                     seen |= {f"y {step}": y.detach(), f"x {step}": x.grad}
                 results.append(seen)
             assert results[0]["y 0"].abs().max() > 0.1
-            found[name] = difference(results[1], results[0])
+            found[name] = mm.difference(results[1], results[0])
             handle.close()
     return found
 
 
 @pytest.mark.parametrize("ep, experts", WAYS, ids=lambda v: v if isinstance(v, str) else f"{v.dispatcher}-{v.form}")
-def test_a_layer_gives_what_it_gives_with_megatrons_dispatcher(run: Run, ep: EPConfig, experts: str) -> None:
+def test_a_layer_gives_what_it_gives_with_megatrons_dispatcher(run: mm.Run, ep: EPConfig, experts: str) -> None:
     """Any fault in the six calls: rows or probabilities of the wrong token, a route lost, a gradient cut or scaled."""
     for found in run(one_layer, 2, ep, experts):
         worse = {name: gap for name, gap in found.items() if gap > (2e-2 if "bf16" in name else 2e-5)}

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field
 import torch
 import torch.distributed as dist
 
-SPIN_CYCLES = 20_000_000  # the GPU idles this long (10 ms at 2 GHz) before a timed region, while the host enqueues all of it
+SPIN_CYCLES = (
+    20_000_000  # the GPU idles this long (10 ms at 2 GHz) before a timed region, while the host enqueues all of it
+)
 
 
 @dataclass

@@ -19,7 +19,12 @@ from .routes import make_routes
 from .timing import measure
 
 CHUNKS = (1, 2, 4, 8)
-WIDTHS = {"put": (132, 264, 528), "fan_out": (528, 1056, 2112), "reduce": (1056, 2112, 4224), "sum": (1056, 2112, 4224)}
+WIDTHS = {
+    "put": (132, 264, 528),
+    "fan_out": (528, 1056, 2112),
+    "reduce": (528, 1056, 2112, 4224),
+    "sum": (1056, 2112, 4224),
+}
 
 
 @torch.no_grad()

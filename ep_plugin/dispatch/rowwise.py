@@ -459,8 +459,9 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             if rows is not None:
                 peers = self._peers(self.scratch, region, handles, "rows")
                 pre_reduce_put_torch(rows, local_rows, tokens, peers, self.rank, weights)
-                others = [r for r in range(self.world) if r != self.rank]
-                self.bytes_put += int((local_rows[others] >= 0).any(2).sum()) * self._row_bytes
+                for r in range(self.world):
+                    if r != self.rank:  # a stripe past its source's tokens holds anything
+                        self.bytes_put += int((local_rows[r, : tokens[r]] >= 0).any(1).sum()) * self._row_bytes
             if scalars is not None:
                 put_scalars_torch(
                     scalars, local_rows, tokens, self._peers(self.scratch, region, handles, "scalars"), self.rank
