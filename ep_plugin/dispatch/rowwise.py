@@ -152,7 +152,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
     @property
     def _made(self) -> Pools:
         if self.pools is None:
-            raise RuntimeError("this dispatcher has no buffers yet: call plan first, on every rank")
+            raise RuntimeError("this dispatcher has no buffers: it was closed, or plan was not called first")
         return self.pools
 
     def _take(self, pool: SlotPool) -> tuple[Slot | None, Tensor | None]:
