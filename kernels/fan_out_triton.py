@@ -141,12 +141,13 @@ def fan_out(
 
 @triton.jit(do_not_specialize=["length", "value"])
 def _fill_tail(out, num_rows, length, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    valid = tl.minimum(tl.maximum(tl.load(num_rows), 0), length) * WIDTH
+    end = (length + tl.zeros((), tl.int64)) * WIDTH
+    valid = tl.minimum(tl.maximum(tl.load(num_rows), 0) * WIDTH, end)
     start = valid // BLOCK * BLOCK + tl.program_id(0).to(tl.int64) * BLOCK
-    for tile in range(start, length * WIDTH, tl.num_programs(0) * BLOCK):
+    for tile in range(start, end, tl.num_programs(0) * BLOCK):
         i = tile + tl.arange(0, BLOCK)
         fill = tl.full((BLOCK,), 0, out.dtype.element_ty) + value
-        tl.store(out + i, fill.to(out.dtype.element_ty), mask=(i >= valid) & (i < length * WIDTH))
+        tl.store(out + i, fill.to(out.dtype.element_ty), mask=(i >= valid) & (i < end))
 
 
 def fill_tail(out: Tensor, num_rows: Tensor, value: int = 0, *, launch: Launch = FILL) -> None:

@@ -124,11 +124,13 @@ class Case:
         )
 
     def _random(self, g: torch.Generator, *shape: int) -> Tensor:
-        """Normal numbers with some zeros of either sign and some that are subnormal in 16 bits."""
+        """Normal numbers with some zeros of either sign and some very small ones, subnormal where the references keep
+        those (torch's scattered sums on GPUs flush them)."""
         values = torch.randn(*shape, generator=g, device=self.device, dtype=torch.float64)
         odd = torch.rand(*shape, generator=g, device=self.device)
         values = torch.where(odd < 0.05, torch.copysign(torch.zeros_like(values), values), values)
-        return torch.where(odd > 0.95, values * 1e-39, values).to(self.shape.dtype)
+        small = 1e-39 if self.device.type == "cpu" else 1e-30
+        return torch.where(odd > 0.95, values * small, values).to(self.shape.dtype)
 
     def _ids(self, kind: str, num_tokens: int, g: torch.Generator) -> Tensor:
         m, e, k = self.shape.world, self.shape.experts, self.shape.top_k

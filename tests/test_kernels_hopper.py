@@ -1,0 +1,161 @@
+"""The Triton kernels compiled for Hopper (sm_90) by the compiler alone, without a GPU: what they become in PTX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import dist
+
+pytest.importorskip("triton")
+
+K, M, T = 8, 2, 64
+MOVERS = ("put_rows", "put_unique", "fan_out", "pre_reduce_put", "sum_partials", "get_reduce", "copy_prefix")
+SCALARS = ("put_meta", "put_values", "put_scalars", "take_scalars", "get_values", "fill_tail")
+SIGNALS = ("post", "wait", "send", "receive", "set_abort")
+ROUTE_MAP = ("count", "offsets_and_record", "accept", "build")
+
+
+def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
+    """PTX of every kernel as its launcher asks for it, by the launcher's name, for bf16 rows of ``width`` columns."""
+    import triton.runtime
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    from ep_plugin.config import CapacityConfig
+    from ep_plugin.kernels import copy_triton, fan_out_triton, put_triton, reduce_triton, scalars_triton
+    from ep_plugin.kernels import route_map_triton as route_map
+    from ep_plugin.kernels import sync_triton as sync
+    from ep_plugin.kernels.peers import Peers
+
+    class Hopper:
+        """A driver that knows its target and launches nothing."""
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+    triton.runtime.driver.set_active(Hopper())
+    found: dict[str, list[str]] = {}
+    launch = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        found.setdefault(self.__name__.lstrip("_"), []).append(compiled.asm["ptx"])
+        return compiled
+
+    JITFunction.run = compile_only
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    stage, rows = torch.zeros((M * T, width), dtype=torch.bfloat16), torch.zeros((100, width), dtype=torch.bfloat16)
+    x = stage[:T]
+    local, dest, tokens = ints(M, T, K, dtype=torch.int32), ints(T, K, dtype=torch.int32), ints(M)
+    by_route, by_row, by_slot = torch.zeros(T, K), torch.zeros(100), torch.zeros(M, T, K)
+    peers = Peers(ints(M), ints(M, 10)[:, 2], 1 << 30, 512)
+    words = Peers(ints(M), offset=4096)
+    signal = sync.ChunkSignal(2, T, ints(2), words, ints(3, dtype=torch.int32))
+
+    for scale in (None, by_route):
+        put_triton.put_rows(x, peers, dest, dest, scale, num_rows=100)
+    put_triton.put_unique(x, peers, dest.long(), 64, experts_per_rank=8, skip_rank=1, signal=signal)
+    put_triton.put_meta(dest, dest, by_route, peers, peers, 64)
+    for values in (None, by_route):
+        put_triton.put_values(values, peers, dest, dest, num_rows=100)
+    fan_out_triton.fan_out(
+        stage, local, tokens, rows, weights=by_slot, weights_out=by_row, route_of_row=ints(100), x_own=x, own_rank=0
+    )
+    fan_out_triton.fan_out(stage, local, tokens, rows, scale=by_row)
+    fan_out_triton.fill_tail(rows, ints(1))
+    copy_triton.copy_prefix(rows, rows.clone(), ints(1))
+    reduce_triton.pre_reduce_put(rows, local, tokens, peers, 1, by_row, signal=signal)
+    reduce_triton.sum_partials(stage.view(M, T, width), dest, x)
+    reduce_triton.sum_partials(stage.view(M, T, width), dest, x, y=rows, dest_row=dest, weights=by_row, own_rank=1)
+    gathered = torch.zeros((T, K, width), dtype=torch.bfloat16)
+    reduce_triton.get_reduce(peers, dest, dest, by_route, x, num_rows=100, gathered=gathered)
+    scalars_triton.put_scalars(by_row, local, tokens, peers, 1)
+    scalars_triton.take_scalars(by_slot, dest, by_route)
+    scalars_triton.get_values(peers, dest, dest, by_route, num_rows=100)
+    watch = sync.Watch(ints(M, 8)[:, 0], ints(1), words, 1 << 40, ints(3), 10**10, 5)
+    sync.post(ints(2), words, ints(1))
+    sync.wait(ints(1), watch)
+    sync.send(ints(132), ints(2), words, 4096, words, ints(1))
+    sync.receive(ints(1), ints(2), ints(2, M, 600), ints(M, 132), watch)
+    sync.set_abort(words, 1)
+    out = route_map.DeviceMap.empty(T, K, 128, M, "cpu")
+    route_map.count(dest.long(), out.block_counts, out.flags)
+    route_map.offsets_and_record(out.block_counts, ints(132), (1, 2**31 + 1, 2**40, T))
+    for policy in ("dropless", "rank", "source", "expert"):
+        route_map.accept(ints(M, 132), out, rank=1, capacity=CapacityConfig(policy), top_k=K, bound=100)
+    route_map.build(dest.long(), out, rank=1, bound=100)
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[dict[int, dict[str, list[str]]]]:
+    pool = dist.Pool()  # of its own: the driver it installs is no good for anything else
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield {width: pool.run(compile_all, 1, width, timeout=600)[0] for width in (4096, 100)}
+    pool.close()
+
+
+def access_bytes(ptx: str, operation: str) -> set[int]:
+    """Widths in bytes of the ``ld``s or ``st``s of global memory."""
+    found = re.findall(rf"\b{operation}\.global(?:\.v([24]))?\.b(\d+)", ptx)
+    return {int(vector or 1) * int(bits) // 8 for vector, bits in found}
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper(compiled: dict[int, dict[str, list[str]]]) -> None:
+    """Catches code that only the interpreter accepts."""
+    for width, found in compiled.items():
+        assert set(found) == {*MOVERS, *SCALARS, *SIGNALS, *ROUTE_MAP}, f"rows of {width}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", MOVERS)
+def test_rows_move_16_bytes_at_a_time(compiled: dict[int, dict[str, list[str]]], kernel: str) -> None:
+    """Catches a lost alignment hint: the compiler then moves 2 bytes at a time, also through peer pointers."""
+    for ptx in compiled[4096][kernel]:
+        for operation in ("ld", "st"):
+            widths = access_bytes(ptx, operation)
+            assert 16 in widths and not widths & {1, 2}, f"{kernel}: {operation} of {sorted(widths)} bytes"
+    assert any(access_bytes(ptx, "st") & {2} for ptx in compiled[100]["fan_out"]), "rows of 200 bytes are not aligned"
+
+
+@pytest.mark.slow
+def test_products_and_sums_round_twice(compiled: dict[int, dict[str, list[str]]]) -> None:
+    """Catches fused products and flushed subnormals, whose bits are not torch's."""
+    weighted = [ptx for name in ("pre_reduce_put", "sum_partials", "get_reduce") for ptx in compiled[4096][name]]
+    assert any(re.search(r"\bmul(\.rn)?\.f32", ptx) for ptx in weighted), "the pattern no longer finds products"
+    for ptx in weighted:
+        assert not re.search(r"\bfma\.rn\.(bf16|f16|f32)", ptx)
+    for found in compiled.values():
+        for name, sources in found.items():
+            assert not any(".ftz" in ptx for ptx in sources), name
+
+
+@pytest.mark.slow
+def test_signals_order_memory_for_the_whole_system(compiled: dict[int, dict[str, list[str]]]) -> None:
+    """Catches a signal that only this GPU's memory would be ordered by, and a poll the compiler could hoist."""
+    found = compiled[4096]
+    for name in ("post", "send"):
+        assert "atom.global.sys.release.exch.b64" in found[name][0]
+    for name in ("wait", "receive"):
+        assert len(re.findall(r"(ld\.global\.sys\.acquire|atom\.global\.sys\.acquire\S*)\.b64", found[name][0])) >= 4
+        assert "%globaltimer" in found[name][0] and ".sys.cas.b64" in found[name][0]
+    for name in ("put_unique", "pre_reduce_put"):
+        assert re.search(r"\.global\.sys\.release\.max\.[su]64", found[name][0]), name
