@@ -50,19 +50,21 @@ class CapacityConfig:
 class LaunchConfig:
     """How rowwise kernels are launched on GPUs; ``ep-bench tune`` finds the values of a shape.
 
-    ``chunks``: parts of a batch whose transfer overlaps with the local work on the part before. ``put``, ``fan_out``,
-    ``reduce``, ``sum``: programs of each kernel at most; 0 takes the kernel's default.
-    """
+    ``chunks``: parts of a batch whose transfer overlaps with the local work on the part before; 0 chooses by its size.
+    ``put``, ``fan_out``, ``reduce``, ``sum``: programs of each kernel at most; 0 takes the kernel's default.
+    ``early``: rows start to cross while the route map is built. It pays where most rows leave the rank; where many
+    stay, the map's kernels are slowed by the transfer and the local rows wait for them."""
 
-    chunks: int = 4
+    chunks: int = 0
     put: int = 0
     fan_out: int = 0
     reduce: int = 0
     sum: int = 0
+    early: bool = False
 
     def validate(self) -> None:
-        if not 1 <= self.chunks <= 64:
-            raise ValueError(f"launch.chunks={self.chunks} must be 1 to 64")
+        if not 0 <= self.chunks <= 64:
+            raise ValueError(f"launch.chunks={self.chunks} must be 1 to 64, or 0 to choose by the size of a batch")
         for name in ("put", "fan_out", "reduce", "sum"):
             if getattr(self, name) < 0:
                 raise ValueError(

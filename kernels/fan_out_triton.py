@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .triton_common import RANGE_INTEGERS, Launch, narrow, require_contiguous, tl, triton, triton_dtype, widen
 
-FAN_OUT = Launch(1056)
+FAN_OUT = Launch(528, block=2048)
 FILL = Launch(264)
 
 

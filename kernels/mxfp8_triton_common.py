@@ -38,20 +38,19 @@ def power_of_two(scale):
 @triton.jit
 def to_elements(values, scale):
     """``values`` over 2^(scale − 127) as E4M3 bytes, rounded to nearest even, saturating; 7F where the scale is 255."""
-    inverse = tl.where(scale < 254, (254 - scale) << 23, 0x400000).to(tl.float32, bitcast=True)
-    scaled = values * inverse
-    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
-    if INTERPRETED:  # the interpreter's own cast rounds ties among subnormal numbers wrongly
-        bits = scaled.to(tl.int32, bitcast=True)
-        sign = (bits >> 24) & 0x80
-        bits = bits & 0x7FFFFFFF
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        shifted = bits.to(tl.float32, bitcast=True) + 16384.0  # whose last bit is 2^-9
-        small = shifted.to(tl.int32, bitcast=True) - 0x46800000
-        data = (tl.where(bits < 0x3C800000, small, normal) | sign).to(tl.uint8)
-    else:
-        data = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return tl.where(scale == 255, 0x7F, data).to(tl.uint8)
+    inverse = tl.where(scale < 254, (254 - scale) << 23, tl.where(scale == 254, 0x400000, 0x7FC00000))
+    scaled = values * inverse.to(tl.float32, bitcast=True)
+    if not INTERPRETED:  # the instruction saturates, and turns NaN into 7F
+        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    # The interpreter's own cast rounds ties among subnormal numbers wrongly.
+    bits = scaled.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    shifted = bits.to(tl.float32, bitcast=True) + 16384.0  # whose last bit is 2^-9
+    small = shifted.to(tl.int32, bitcast=True) - 0x46800000
+    data = tl.where(bits < 0x3C800000, small, tl.minimum(normal, 0x7E)) | sign
+    return tl.where(bits > 0x7F800000, 0x7F, data).to(tl.uint8)
 
 
 @triton.jit
@@ -88,6 +87,7 @@ def store_values(record, values, group, inside, WIDTH: tl.constexpr, FIRST: tl.c
 
 @triton.jit
 def load_float32(pointer, group, inside):
-    """Blocks ``group`` [n] of a row of any float dtype at ``pointer``, as float32 [n, 32]; zero where not ``inside``."""
+    """Blocks ``group`` [n] of a row of any float dtype at ``pointer``, as float32 [n, 32]; zero where not
+    ``inside``."""
     cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     return widen(tl.load(pointer + cols, mask=inside[:, None], other=0.0), tl.float32)

@@ -28,8 +28,8 @@ from .triton_common import (
     widen,
 )
 
-REDUCE = Launch(4224, block=1024)  # many small programs: the sums wait for memory
-SUM = Launch(4224, block=1024)
+REDUCE = Launch(1056, block=2048)  # half of what an H200 holds: the rest is for the sums of chunks that have arrived
+SUM = Launch(4224, block=2048)  # many small programs: the sums wait for memory
 GET = Launch(1056, block=1024)
 
 
@@ -42,7 +42,7 @@ def _weighted_row(y, row, valid, cols, weights, D: tl.constexpr, ACC: tl.constex
     return value
 
 
-@triton.jit(do_not_specialize=[*PEER_INTEGERS, *RANGE_INTEGERS, "bound", "rank", "signal_offset", "programs"])
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, *RANGE_INTEGERS, "bound", "rank", "signal_offset"])
 def _pre_reduce_put(
     y,
     weights,
@@ -65,7 +65,6 @@ def _pre_reduce_put(
     counter,
     signal_base,
     signal_offset,
-    programs,
     M: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -74,38 +73,36 @@ def _pre_reduce_put(
     BLOCK: tl.constexpr,
 ):
     blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    # Programs start in order: those of the first part come first, however many fit on the GPU.
-    chunk = tl.program_id(0) // programs
-    first = (tl.program_id(0) % programs).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64)
     end = begin + length
-    low = tl.maximum(tl.minimum(t_max * chunk // CHUNKS, end), begin)
-    high = tl.maximum(tl.minimum(t_max * (chunk + 1) // CHUNKS, end), begin)
     posted = tl.full((), 0, tl.int64)
     if arrivals is not None:
         posted = tl.load(counter)
-    for i in range(sources):
-        source = (first_source + i + tl.zeros((), tl.int64)) % world
-        address = peer_address(base, handles, handle_stride, max_handle, offset, source)
-        count = tl.minimum(tl.load(tokens + source), high) - low
-        for item in range(first, count * blocks, programs):
-            t = low + item // blocks
-            cols = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
-            token = source * t_max + t
-            total = tl.zeros((BLOCK,), ACC)
-            any_row = address < 0
-            for k in tl.static_range(K):
-                row = tl.load(local_rows + token * K + k).to(tl.int64)
-                valid = (row >= 0) & (row < bound)
-                any_row = any_row | valid
-                total += _weighted_row(y, row, valid, cols, weights, D, ACC)
-            if any_row & (address != 0):
-                out = rows_at(address, y) + (rank * t_max + t) * D + cols
-                tl.store(out, narrow(total, y.dtype.element_ty), mask=cols < D)
-    if arrivals is not None:
-        last_signals(arrivals + chunk, programs, posted + chunk + 1, signal_base, signal_offset, M)
-        if tl.atomic_add(arrivals + CHUNKS, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-            tl.store(arrivals + CHUNKS, 0)
-            tl.store(counter, posted + CHUNKS)  # every program has read it
+    for chunk in range(CHUNKS):
+        low = tl.maximum(tl.minimum(t_max * chunk // CHUNKS, end), begin)
+        high = tl.maximum(tl.minimum(t_max * (chunk + 1) // CHUNKS, end), begin)
+        for i in range(sources):
+            source = (first_source + i + tl.zeros((), tl.int64)) % world
+            address = peer_address(base, handles, handle_stride, max_handle, offset, source)
+            count = tl.minimum(tl.load(tokens + source), high) - low
+            for item in range(first, count * blocks, tl.num_programs(0)):
+                t = low + item // blocks
+                cols = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
+                token = source * t_max + t
+                total = tl.zeros((BLOCK,), ACC)
+                any_row = address < 0
+                for k in tl.static_range(K):
+                    row = tl.load(local_rows + token * K + k).to(tl.int64)
+                    valid = (row >= 0) & (row < bound)
+                    any_row = any_row | valid
+                    total += _weighted_row(y, row, valid, cols, weights, D, ACC)
+                if any_row & (address != 0):
+                    out = rows_at(address, y) + (rank * t_max + t) * D + cols
+                    tl.store(out, narrow(total, y.dtype.element_ty), mask=cols < D)
+        if arrivals is not None:
+            last = last_signals(arrivals + chunk, tl.num_programs(0), posted + chunk + 1, signal_base, signal_offset, M)
+            if last & (chunk == CHUNKS - 1):
+                tl.store(counter, posted + CHUNKS)  # every program has read it
 
 
 def pre_reduce_put(
@@ -139,8 +136,7 @@ def pre_reduce_put(
     width = y.shape[1]
     block = launch.columns(width)
     chunks = 1 if signal is None else signal.chunks
-    (programs,) = launch.grid(triton.cdiv(max(1, end - begin), chunks) * triton.cdiv(width, block))
-    _pre_reduce_put[(chunks * programs,)](
+    _pre_reduce_put[launch.grid(max(1, end - begin) * triton.cdiv(width, block))](
         y,
         weights,
         local_rows,
@@ -155,7 +151,6 @@ def pre_reduce_put(
         end - begin,
         t_max,
         *ChunkSignal.arguments(signal),
-        programs,
         M=world,
         K=top_k,
         D=width,

@@ -165,7 +165,7 @@ class ChunkSignal:
 
     Part i is tokens [``max_tokens``·i // ``chunks``, ``max_tokens``·(i + 1) // ``chunks``). ``counter``: int64 [>= 1],
     ours for the channel, raised by ``chunks``. ``signals``: the word (channel, this rank) on every rank. ``arrivals``:
-    int32 [chunks + 1], zero between launches: programs that have finished a part, and all; the last one signals."""
+    int32 [chunks], zero between launches: programs that have finished a part; the last one signals."""
 
     chunks: int
     max_tokens: int

@@ -73,6 +73,8 @@ def _once(fn: Callable[[], object], device: torch.device, queue: bool) -> float:
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if queue:
         torch.cuda._sleep(SPIN_CYCLES)
+    if dist.is_initialized():  # the ranks' GPUs start together, whatever their hosts did
+        dist.all_reduce(torch.zeros(1, device=device))
     first.record()
     fn()
     last.record()

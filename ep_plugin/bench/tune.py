@@ -19,12 +19,7 @@ from .routes import make_routes
 from .timing import measure
 
 CHUNKS = (1, 2, 4, 8)
-WIDTHS = {
-    "put": (132, 264, 528),
-    "fan_out": (528, 1056, 2112),
-    "reduce": (528, 1056, 2112, 4224),
-    "sum": (1056, 2112, 4224),
-}
+WIDTHS = {"put": (33, 66, 132), "fan_out": (264, 528, 1056), "reduce": (528, 1056, 2112), "sum": (1056, 2112, 4224)}
 
 
 @torch.no_grad()
@@ -47,8 +42,8 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         raise ValueError("ep-bench tune measures rowwise on GPUs: run it with --device cuda")
     there: dict[LaunchConfig, float] = {}
     back: dict[LaunchConfig, float] = {}
-    for chunks, put, fan_out in itertools.product(CHUNKS, WIDTHS["put"], WIDTHS["fan_out"]):
-        launch = LaunchConfig(chunks=chunks, put=put, fan_out=fan_out)
+    for early, chunks, put, fan_out in itertools.product((False, True), CHUNKS, WIDTHS["put"], WIDTHS["fan_out"]):
+        launch = LaunchConfig(chunks=chunks, put=put, fan_out=fan_out, early=early)
         dispatcher.set_launch(launch)
 
         def step() -> None:
@@ -68,7 +63,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     best = min(
         ((t, b) for t in there for b in back if t.chunks == b.chunks), key=lambda pair: there[pair[0]] + back[pair[1]]
     )
-    launch = LaunchConfig(best[0].chunks, best[0].put, best[0].fan_out, best[1].reduce, best[1].sum)
+    launch = LaunchConfig(best[0].chunks, best[0].put, best[0].fan_out, best[1].reduce, best[1].sum, best[0].early)
     result = {
         "what": "tune",
         "shape": {name: getattr(args, name) for name in ("tokens", "hidden", "top_k", "experts", "routes")},

@@ -85,7 +85,7 @@ class Chunks:
         self.heap, self.channel = heap, channel
         edges = [max_tokens * i // count for i in range(count + 1)]
         self.ranges = list(zip(edges[:-1], edges[1:], strict=True))
-        arrivals = torch.zeros(count + 1, dtype=torch.int32, device=heap.device)
+        arrivals = torch.zeros(count, dtype=torch.int32, device=heap.device)
         self.signal = ChunkSignal(count, max_tokens, heap.counter(channel), heap.signals(channel), arrivals)
         # This channel may have been used before: go on from there.
         start = int(heap.counter(channel)[0])

@@ -47,7 +47,7 @@ from .layout import Part, Region
 
 CHANNEL = 0  # everything on the caller's stream
 THERE, BACK = 1, 2  # chunks of rows on their way to experts, and of partial sums on their way to tokens
-SMALL = 4 << 20  # bytes of x below which one chunk is enough
+LARGE = 16 << 20  # bytes of a batch from which on it crosses in chunks, unless told otherwise
 PLAN = 0  # the operation that a plan's record names
 
 
@@ -98,6 +98,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.captured: list[Tensor] = []  # what belongs to a captured graph
         self.side = torch.cuda.Stream(self.device)
         self.launches = Launches.of(self.config.launch)  # and chunks, with the buffers
+        self.early = self.config.launch.early
         if self.config.max_tokens is not None:
             self._make(self.config.max_tokens, 0)
 
@@ -143,10 +144,10 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
     def set_launch(self, launch: LaunchConfig) -> None:
         """Collective, between steps: use other chunk counts and launch widths from now on."""
         launch.validate()
-        self.launches = Launches.of(launch)
+        self.launches, self.early = Launches.of(launch), launch.early
         if self.config.form == "dedup":
-            small = self.max_tokens * self.hidden_size * self.dtype.itemsize < SMALL
-            chunks = 1 if small else min(launch.chunks, self.max_tokens)
+            nbytes = self.max_tokens * self.hidden_size * self.dtype.itemsize
+            chunks = min(launch.chunks or (4 if nbytes >= LARGE else 1), self.max_tokens)
             self.there = Chunks(self.heap, THERE, chunks, self.max_tokens)
             self.back = Chunks(self.heap, BACK, chunks, self.max_tokens)
 
@@ -205,7 +206,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             payload, handles = self.ahead, self.handles
             self._keep(payload, handles)
             early = None
-            if x is not None and self.config.form == "dedup":
+            if x is not None and self.early and self.config.form == "dedup":
                 self.check_x(num_tokens, x)
                 early = (x.detach().contiguous(), topk_idx)
                 self._start(early, handles, layer)

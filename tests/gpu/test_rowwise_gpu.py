@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_plugin.config import CapacityConfig, EPConfig
+from ep_plugin.config import CapacityConfig, EPConfig, LaunchConfig
 from ep_plugin.dispatch import build_dispatcher
 from ep_plugin.heap import open_heap
 from ep_plugin.heap.base import Heap
@@ -116,6 +116,7 @@ def test_movements_equal_the_references_bit_for_bit(
                 max_tokens=96,
                 diagnostic_fill="nan",
                 timeout_s=30,
+                launch=LaunchConfig(chunks=3, early=True),
             )
             dispatcher = build_dispatcher(
                 config, num_experts=E, top_k=K, hidden_size=hidden, dtype=dtype, device=device, heap=heap
