@@ -188,6 +188,7 @@ def put_unique(
         return
     width = x.shape[1]
     block = launch.columns(width)
+    launch = launch.of_whole_lanes(block, x.element_size())
     _put_unique[launch.grid(max(1, end - begin) * triton.cdiv(width, block))](
         x,
         *peers.arguments,

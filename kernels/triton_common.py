@@ -7,7 +7,7 @@ the first import they run on CPU tensors (Triton's interpreter), one program aft
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,6 +99,11 @@ class Launch:
     def options(self) -> dict[str, Any]:
         """Compiler options. A product and a sum must round twice, as they do in torch."""
         return {"num_warps": self.warps, "enable_fp_fusion": False}
+
+    def of_whole_lanes(self, block: int, itemsize: int) -> "Launch":
+        """As many threads in all, in programs narrow enough that each thread moves 16 bytes of a block at once."""
+        warps = max(1, min(self.warps, block * itemsize // (16 * 32)))
+        return replace(self, programs=self.programs * self.warps // warps, warps=warps)
 
     def grid(self, items: int) -> tuple[int]:
         """As many programs as there is work for."""
