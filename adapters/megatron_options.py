@@ -113,8 +113,8 @@ def leases_needed(config: Any, ep: EPConfig, experts: str, layers: int, in_fligh
     """Payload slots for ``layers`` MoE layers of a model chunk and ``in_flight`` forwards of chunks.
 
     A lease lasts until the weight gradient has read the rows where the experts keep them in symmetric memory, and as
-    long as one dispatch where they do not (dedup with Megatron's experts, which keep rows of their own; recomputed layers,
-    whose forward keeps nothing, and which lease again in backward, all layers of one region at a time).
+    long as one dispatch where they do not: dedup with Megatron's experts, which keep rows of their own, and recomputed
+    layers, whose forward keeps nothing and which lease again in backward, all layers of one region at a time.
     """
     if ep.form == "dedup" and experts == "megatron":
         return 2

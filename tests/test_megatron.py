@@ -262,12 +262,8 @@ def seams(rank: int, world: int) -> dict[str, Any]:
     places = torch.arange(mm.SEQ).expand(2, -1)
 
     def plugged(model: Any) -> list[int]:
-        layers = model.decoder.layers
-        return [
-            i
-            for i, layer in enumerate(layers)
-            if isinstance(getattr(layer.mlp, "token_dispatcher", 0), PluginTokenDispatcher)
-        ]
+        dispatchers = [getattr(layer.mlp, "token_dispatcher", None) for layer in model.decoder.layers]
+        return [i for i, dispatcher in enumerate(dispatchers) if isinstance(dispatcher, PluginTokenDispatcher)]
 
     found: dict[str, Any] = {}
     with mm.parallel(ep=world):
@@ -300,15 +296,13 @@ def seams(rank: int, world: int) -> dict[str, Any]:
         model = mm.gpt(mixed, plug_spec(block, DEDUP))
         found["block spec"] = plugged(model), bool(torch.isfinite(model(ids, places, None)).all())
 
+        dense = mm.layer_spec(mm.config(num_moe_experts=None, moe_ffn_hidden_size=None))
         local = dataclasses.replace(DEDUP, dispatcher="local")
         source = dataclasses.replace(ROUTE, weight_at="source")
         for name, call in (
             ("no match", lambda: use_dispatcher(model, DEDUP, "decoder.layerz.*")),
             ("no experts", lambda: use_dispatcher(torch.nn.Linear(2, 2), DEDUP)),
-            (
-                "no moe in spec",
-                lambda: plug_spec(mm.layer_spec(mm.config(num_moe_experts=None, moe_ffn_hidden_size=None))),
-            ),
+            ("no moe in spec", lambda: plug_spec(dense)),
             ("local", lambda: use_dispatcher(mm.moe_layer(mm.config(dict(ep=world))), local)),
             ("weights", lambda: use_dispatcher(mm.moe_layer(mm.config(dict(ep=world))), source)),
             ("experts", lambda: use_dispatcher(mm.moe_layer(mm.config(dict(ep=world))), DEDUP, experts="ours")),
