@@ -1,0 +1,362 @@
+"""Inputs that do not fit and ranks that fail: the rank says what is wrong with its values, and its peers stop at once.
+
+Legend: T tokens of a rank, K routes per token, E experts, D hidden size, R rows of a rank.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_plugin.config import EPConfig
+from ep_plugin.dispatch import Dispatched, Dispatcher, build_dispatcher
+from ep_plugin.layer import moe_step
+from tests.moe import Inputs, Problem, make_experts, make_inputs
+
+FORMS = ("dedup", "route")
+PROBLEM = Problem((4, 3, 5), num_experts=6, top_k=2, hidden=8, dtype=torch.float32)
+PROMPT_S = 10.0  # how soon peers must hear of a failure; their time-out is 30 s
+
+Experts = Callable[[Dispatched, str], Tensor]
+
+
+@dataclass
+class Fault:
+    """What the bad rank does, the error it gets, and the phase that its peers are told of."""
+
+    name: str
+    bad: Callable[[Dispatcher, Inputs, Experts], object]
+    error: type[Exception]
+    message: str
+    phase: str
+
+
+def with_ids(change: Callable[[Tensor], Tensor]) -> Callable[[Dispatcher, Inputs, Experts], object]:
+    return lambda d, i, experts: moe_step(d, i.x, change(i.idx), i.weight, experts, layer="layers.1")
+
+
+def with_x(change: Callable[[Tensor], Tensor]) -> Callable[[Dispatcher, Inputs, Experts], object]:
+    return lambda d, i, experts: moe_step(d, change(i.x), i.idx, i.weight, experts, layer="layers.1")
+
+
+def with_weight(change: Callable[[Tensor], Tensor]) -> Callable[[Dispatcher, Inputs, Experts], object]:
+    return lambda d, i, experts: moe_step(d, i.x, i.idx, change(i.weight), experts, layer="layers.1")
+
+
+def with_y(change: Callable[[Tensor], Tensor]) -> Callable[[Dispatcher, Inputs, Experts], object]:
+    def bad(d: Dispatcher, i: Inputs, experts: Experts) -> object:
+        return moe_step(d, i.x, i.idx, i.weight, lambda *args: change(experts(*args)), layer="layers.1")
+
+    return bad
+
+
+def no_memory(*args: object) -> Tensor:
+    raise RuntimeError("experts ran out of memory")
+
+
+def weights_where_none_belong(d: Dispatcher, i: Inputs, experts: Experts) -> object:
+    state = d.plan(i.idx, layer="layers.1")
+    dispatched = d.dispatch(state, i.x, i.weight)
+    return d.combine(state, experts(dispatched, "hidden"), dispatched.weights)
+
+
+def dispatch_twice(d: Dispatcher, i: Inputs, experts: Experts) -> object:
+    state = d.plan(i.idx, layer="layers.1")
+    d.dispatch(state, i.x, i.weight)
+    return d.dispatch(state, i.x, i.weight)
+
+
+def set_id(value: int) -> Callable[[Tensor], Tensor]:
+    def change(idx: Tensor) -> Tensor:
+        idx = idx.clone()
+        idx[-1, 0] = value
+        return idx
+
+    return change
+
+
+FAULTS = [
+    Fault("ids of another K", with_ids(lambda i: i[:, :1]), ValueError, r"\(3, 1\).*\[T, 2\]", "plan"),
+    Fault("ids in one dimension", with_ids(lambda i: i.flatten()), ValueError, r"\(6,\).*\[T, 2\]", "plan"),
+    Fault("ids as floats", with_ids(lambda i: i.float()), ValueError, "torch.float32.*integer", "plan"),
+    Fault("ids as booleans", with_ids(lambda i: i > 0), ValueError, "torch.bool.*integer", "plan"),
+    Fault("id E", with_ids(set_id(6)), ValueError, r"6.*\[-1, 6\)", "plan"),
+    Fault("id -2", with_ids(set_id(-2)), ValueError, r"-2.*\[-1, 6\)", "plan"),
+    Fault("too many tokens", with_ids(lambda i: i.repeat(4, 1)), ValueError, "12 tokens exceed max_tokens=8", "plan"),
+    Fault("x of another dtype", with_x(lambda x: x.double()), ValueError, "float64.*float32", "dispatch"),
+    Fault("x of another width", with_x(lambda x: x[:, :7]), ValueError, r"\(3, 7\).*hidden size 8", "dispatch"),
+    Fault("x of other tokens", with_x(lambda x: x[:2]), ValueError, r"\(2, 8\).*3 tokens", "dispatch"),
+    Fault("weights of another K", with_weight(lambda w: w[:, :1]), ValueError, r"\(3, 1\).*\(3, 2\)", "dispatch"),
+    Fault("weights as integers", with_weight(lambda w: w.long()), ValueError, "torch.int64.*floating", "dispatch"),
+    Fault("y with a row more", with_y(lambda y: torch.cat([y, y[:1]])), ValueError, r"expected \[\d+, 8\]", "combine"),
+    Fault("y of another width", with_y(lambda y: y[:, :4]), ValueError, r", 4\).*expected \[\d+, 8\]", "combine"),
+    Fault("y of another dtype", with_y(lambda y: y.double()), ValueError, "float64.*float32", "combine"),
+    Fault("weights twice", weights_where_none_belong, ValueError, "weight_at='hidden'.*None", "combine"),
+    Fault("dispatched twice", dispatch_twice, RuntimeError, "layers.1.*twice for one plan", "dispatch"),
+    Fault(
+        "experts fail",
+        lambda d, i, experts: moe_step(d, i.x, i.idx, i.weight, no_memory, layer="layers.1"),
+        RuntimeError,
+        "experts ran out of memory",
+        "experts",
+    ),
+]  # fmt: skip
+
+
+def one_bad_rank(rank: int, world: int, form: str) -> list[tuple[str, str, float]]:
+    """Of every fault: the type and text of the error on this rank, and the seconds it took."""
+    mine, found = make_inputs(PROBLEM)[rank], []
+    experts = make_experts(PROBLEM, rank, world)
+    for fault in FAULTS:
+        dispatcher = PROBLEM.dispatcher(form, max_tokens=8)
+        for layer in ("layers.0", "layers.0"):
+            moe_step(dispatcher, mine.x, mine.idx, mine.weight, experts, layer=layer)
+        dist.barrier()
+        start = time.monotonic()
+        try:
+            if rank == 1:
+                fault.bad(dispatcher, mine, experts)
+            moe_step(dispatcher, mine.x, mine.idx, mine.weight, experts, layer="layers.1")
+            moe_step(dispatcher, mine.x, mine.idx, mine.weight, experts, layer="layers.2")
+            found.append(("none", "", 0.0))
+        except Exception as error:
+            found.append((type(error).__name__, str(error), time.monotonic() - start))
+        dispatcher.close()
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rank_that_rejects_its_input_stops_the_others(pool, form):
+    """Fault: an error that does not quote the values, peers that wait for their time-out or fail without saying which
+    rank, layer and phase was the cause."""
+    results = pool.run(one_bad_rank, 3, form)
+    for fault, *by_rank in zip(FAULTS, *results, strict=True):
+        kind, text, _ = by_rank[1]
+        assert kind == fault.error.__name__ and re.search(fault.message, text), (fault.name, kind, text)
+        for rank in (0, 2):
+            kind, text, seconds = by_rank[rank]
+            assert kind == "HeapAborted", (fault.name, kind, text)
+            assert text.startswith(f"rank 1 stopped the group in {fault.phase} of layers.1: {fault.error.__name__}"), (
+                text
+            )
+            assert re.search(fault.message, text), (fault.name, text)
+            assert seconds < PROMPT_S, (fault.name, seconds)
+
+
+def disagree(rank: int, world: int, form: str) -> list[tuple[str, str]]:
+    """Ranks that are not in the same step; the error of each case on this rank."""
+    mine, experts = make_inputs(PROBLEM)[rank], make_experts(PROBLEM, rank, world)
+    found = []
+
+    def step(dispatcher: Dispatcher, layer: str) -> Tensor:
+        return moe_step(dispatcher, mine.x.clone().requires_grad_(), mine.idx, mine.weight, experts, layer=layer)
+
+    def another_layer(dispatcher: Dispatcher) -> None:
+        step(dispatcher, "layers.7" if rank == 2 else "layers.3")
+
+    def a_layer_left_out(dispatcher: Dispatcher) -> None:
+        for layer in ("layers.1", "layers.2", "layers.3"):
+            if rank != 0 or layer != "layers.2":
+                step(dispatcher, layer)
+
+    def forward_against_backward(dispatcher: Dispatcher) -> None:
+        out = step(dispatcher, "layers.3")
+        if rank == 0:
+            step(dispatcher, "layers.4")
+        else:
+            out.sum().backward()
+
+    def plan_without_dispatch(dispatcher: Dispatcher) -> None:
+        if rank == 0:
+            dispatcher.plan(mine.idx, layer="layers.3")
+        for layer in ("layers.3", "layers.3", "layers.3"):
+            step(dispatcher, layer)
+
+    for case in (another_layer, a_layer_left_out, forward_against_backward, plan_without_dispatch):
+        dispatcher = PROBLEM.dispatcher(form, timeout_s=20.0)
+        step(dispatcher, "layers.0")
+        dist.barrier()
+        try:
+            case(dispatcher)
+            found.append(("none", "the step went through"))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+        dispatcher.close()
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_in_different_steps_are_told_so(pool, form):
+    """Fault: ranks that run different layers, or one forward and one backward, exchange rows of different steps, hang,
+    or fail without saying that they disagree."""
+    results = pool.run(disagree, 3, form)
+    told = [
+        "EP ranks disagree.*layers.7",
+        "EP ranks disagree.*layers.2.*layers.3|EP ranks disagree.*layers.3.*layers.2",
+        "EP ranks disagree.*combine backward.*layers.3",
+        # Ranks 1 and 2 take rank 0's second plan for its dispatch, and may find bad rows before they find this out.
+        "EP ranks disagree.*layers.3|IndexError.*layers.3|dispatch of layers.3: IndexError",
+    ]
+    for number, pattern in enumerate(told):
+        for rank in range(3):
+            kind, text = results[rank][number]
+            assert kind in ("RuntimeError", "HeapAborted", "IndexError"), (number, rank, kind, text)
+            assert kind == "IndexError" or re.search(pattern, text), (number, rank, kind, text)
+
+
+def too_few_slots(rank: int, world: int, form: str) -> list[str]:
+    """Two forwards in flight with one slot; then a dispatcher whose ranks 1 and 2 alone have one left."""
+    mine, experts = make_inputs(PROBLEM)[rank], make_experts(PROBLEM, rank, world)
+
+    def step(dispatcher: Dispatcher) -> Tensor:
+        x = mine.x.clone().requires_grad_()
+        return moe_step(dispatcher, x, mine.idx, mine.weight, experts, layer="layers.5")
+
+    messages = []
+    for forwards, dropped in ((2, False), (2, True)):
+        dispatcher = PROBLEM.dispatcher(form, slots=1)
+        step(dispatcher).sum().backward()
+        kept = []
+        try:
+            for _ in range(forwards):
+                kept.append(step(dispatcher))
+                if dropped and rank != 0:
+                    kept.clear()
+            messages.append("none")
+        except RuntimeError as error:
+            messages.append(str(error))
+        del kept
+        dispatcher.close()
+    return messages
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_too_few_slots_is_a_clear_error_on_all_ranks(pool, form):
+    """Fault: a pool that runs out hangs, grows although its size was fixed, or overwrites a payload."""
+    for messages in pool.run(too_few_slots, 3, form):
+        for message, ranks in zip(messages, (r"\[0, 1, 2\]", r"\[0\]"), strict=True):
+            assert re.search(rf"all 1 payload slots are leased on EP ranks {ranks}: slots=1 must be at least", message)
+
+
+def alone(rank: int, world: int) -> list[str]:
+    """What block says; its peers have no abort word, so all ranks are wrong alike here."""
+    mine, experts, messages = make_inputs(PROBLEM)[rank], make_experts(PROBLEM, rank, world), []
+    for fault in FAULTS:
+        if fault.name in ("too many tokens", "dispatched twice"):  # not limits of block
+            continue
+        try:
+            fault.bad(PROBLEM.dispatcher("block"), mine, experts)
+            messages.append(f"{fault.name}: no error")
+        except (ValueError, RuntimeError) as error:
+            values = rf"{fault.message}" if rank == 1 else ""
+            if type(error) is not fault.error or not re.search(values, str(error)):
+                messages.append(f"{fault.name}: {error!r}")
+    return messages
+
+
+def test_block_quotes_the_same_values(pool):
+    """Fault: a check that only one dispatcher makes."""
+    assert pool.run(alone, 3) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "message"),
+    [
+        ({"dispatcher": "rowise"}, {}, "rowise.*rowwise"),
+        ({"form": "dedup", "weight_at": "source"}, {}, "weight_at='source'.*form='route'"),
+        ({"slots": 0}, {}, "slots=0"),
+        ({"max_tokens": -1}, {}, "max_tokens=-1"),
+        ({"dispatcher": "rowwise"}, {}, "torchrun"),
+        ({"dispatcher": "local"}, {"top_k": 9}, "top_k=9.*num_experts=8"),
+    ],
+)
+def test_bad_settings_need_no_processes(settings, shape, message):
+    """Fault: a setting that is only refused after groups or buffers were made."""
+    with pytest.raises(ValueError, match=message):
+        build_dispatcher(
+            EPConfig(**settings), **{"num_experts": 8, "top_k": 2, "hidden_size": 4, "dtype": torch.float32, **shape}
+        )
+
+
+def bad_shapes(rank: int, world: int) -> list[str]:
+    with pytest.raises(ValueError, match="num_experts=3000 is more than the 2040"):
+        Problem((1, 1, 1), num_experts=3000).dispatcher("route")
+    messages = []
+    for path in ("block", "dedup"):
+        for problem in (Problem((1, 1, 1), num_experts=8), Problem((1, 1, 1), num_experts=3, top_k=4)):
+            with pytest.raises(ValueError) as caught:
+                problem.dispatcher(path)
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_shapes_that_do_not_fit_the_group(pool):
+    """Fault (seen elsewhere): divisibility fails late, in a view of the first step."""
+    for messages in pool.run(bad_shapes, 3):
+        assert re.search(r"num_experts=8 is not divisible by the EP degree 3.*\[1, 2, 4, 8\]", messages[0])
+        assert re.search("top_k=4 is larger than num_experts=3", messages[1])
+        assert messages[:2] == messages[2:]
+
+
+def fails_in_backward(rank: int, world: int, form: str) -> tuple[str, str, float]:
+    """Rank 1's experts fail in their backward."""
+    mine = make_inputs(PROBLEM)[rank]
+    dispatcher = PROBLEM.dispatcher(form)
+
+    def experts(d: Dispatched, weight_at: str) -> Tensor:
+        y = d.rows * 2
+        if rank == 1:
+            y.register_hook(no_memory)
+        return y
+
+    start = time.monotonic()
+    try:
+        x = mine.x.clone().requires_grad_()
+        moe_step(dispatcher, x, mine.idx, mine.weight, experts, layer="layers.1").sum().backward()
+        return "none", "", 0.0
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    finally:
+        dispatcher.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_that_fail_in_backward_and_close_stop_the_others(pool, form):
+    """Fault: peers wait out their time-out for a rank that has failed in backward and left."""
+    results = pool.run(fails_in_backward, 3, form)
+    assert "experts ran out of memory" in results[1][1]
+    for rank in (0, 2):
+        kind, text, seconds = results[rank]
+        assert kind in ("PeerDied", "HeapAborted") and re.search("rank 1.*closed its heap|rank 1", text), text
+        assert "dispatch backward of layers.1" in text and seconds < PROMPT_S, (text, seconds)
+
+
+def after_close(rank: int, world: int, form: str) -> list[str]:
+    """What a backward and a forward say after close, with a graph still alive."""
+    mine, experts, messages = make_inputs(PROBLEM)[rank], make_experts(PROBLEM, rank, world), []
+    dispatcher = PROBLEM.dispatcher(form)
+    x = mine.x.clone().requires_grad_()
+    out = moe_step(dispatcher, x, mine.idx, mine.weight, experts, layer="layers.1")
+    dispatcher.close()
+    dispatcher.close()
+    for call in (out.sum().backward, lambda: moe_step(dispatcher, x, mine.idx, mine.weight, experts)):
+        try:
+            call()
+            messages.append("none")
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_closed_dispatcher_says_so(pool, form):
+    """Fault: use after close reads freed memory, hangs, or blames something else."""
+    for messages in pool.run(after_close, 3, form):
+        assert all("closed" in message or "close()" in message for message in messages), messages
