@@ -13,6 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_plugin.heap import open_heap
+from ep_plugin.heap.base import Heap
+
 # NVLink multicast stays off: none of the transports here uses it.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -33,3 +36,12 @@ def ranks() -> Iterator[tuple[int, int, torch.device]]:
     dist.barrier()
     yield dist.get_rank(), dist.get_world_size(), device
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=["torch", "nvshmem"])
+def heap(request: pytest.FixtureRequest, ranks: tuple[int, int, torch.device]) -> Iterator[Heap]:
+    if request.param == "nvshmem":
+        pytest.importorskip("nvshmem.core")
+    heap = open_heap(request.param, None, ranks[2], 30.0)
+    yield heap
+    heap.close()

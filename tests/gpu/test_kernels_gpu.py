@@ -63,6 +63,11 @@ def test_signals_and_garbage(check: str, shape: Shape, device: str) -> None:
         getattr(cases, check)(Case(shape, seed, device))
 
 
+def test_order_of_sums(device: str) -> None:
+    """Catches sums in any order but ascending k within a rank, then ascending rank."""
+    cases.check_order(device)
+
+
 def test_rounding_of_products(device: str) -> None:
     """Catches rounding that differs from torch's, fused products and flushed subnormals."""
     cases.check_rounding(device)

@@ -1,0 +1,1 @@
+"""Tests that need GPUs; see conftest."""
