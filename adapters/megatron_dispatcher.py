@@ -13,7 +13,7 @@ import atexit
 import dataclasses
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from ..config import EPConfig, check_shape
 from ..dispatch import Dispatched, Dispatcher, RouteState, build_dispatcher
 from ..dispatch.base import Arrived
+from ..layer import connected
 from .megatron_etp import gather_rows, scatter_rows
 from .megatron_options import check_options, schedule_leases
 from .megatron_rows import (
@@ -54,8 +55,7 @@ class SharedDispatchers:
         self.users: list[PluginTokenDispatcher] = []
         self._built: dict[Any, Dispatcher[Any]] = {}
         self._checked = False
-        close = weakref.WeakMethod(self.close)
-        atexit.register(lambda: (still := close()) and still())
+        atexit.register(_weakly(self.close))
 
     def add(self, user: PluginTokenDispatcher) -> None:
         """Count a layer that will use these dispatchers."""
@@ -92,7 +92,7 @@ class SharedDispatchers:
         """GPU dispatchers record what their kernels cannot raise; raise it before an optimizer uses the gradients."""
         if not self._checked and any(hasattr(built, "check") for built in self._built.values()):
             self._checked = True
-            torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: self.check())
+            torch.optim.optimizer.register_optimizer_step_pre_hook(_weakly(self.check))
 
     def check(self) -> None:
         """Raise what the kernels of this step recorded: a late or stopped peer, a dropless overflow."""
@@ -111,13 +111,25 @@ class SharedDispatchers:
             dispatcher.close()
 
 
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """``method`` as a callback that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
+
+
 @dataclass
 class Step:
     """What the calls of one forward pass of one layer share.
 
     ``shape`` of the hidden states, ``state`` of the routes, ``offsets`` on the host (None: nobody needs them there),
-    then what the calls add: ``arrived`` from the dispatch, how rows were padded or gathered, and tensors that go beside
-    stand-ins (``Hide``).
+    then what the calls add: ``arrived`` from the dispatch, how rows were padded or gathered, what goes beside a
+    stand-in (``hidden``; see ``Hide``), and the rows ``given`` to the experts.
     """
 
     shape: torch.Size
@@ -129,6 +141,7 @@ class Step:
     padding: Padding | None = None
     etp_counts: Tensor | None = None
     hidden: Tensor | None = None
+    given: Tensor | None = None
 
 
 class PluginTokenDispatcher(MoETokenDispatcher):
@@ -191,7 +204,7 @@ class PluginTokenDispatcher(MoETokenDispatcher):
                 # The router has filled every expert's capacity with other tokens, of probability 0: padding needs none.
                 routing_map = routing_map & (probs != 0)
             topk_idx, weights = routes_from_map(routing_map, probs, self.max_routes)
-        state = dispatcher.plan(topk_idx, layer=self.layer)
+        state = dispatcher.plan(topk_idx, layer=self.layer, x=x)
         capacity = self._capacity(x.shape[0])
         rows_on_host = self.experts == "megatron" and (capacity is None or self.tp_size > 1)
         offsets = HostOffsets(state.map.offsets) if rows_on_host else None
@@ -219,9 +232,7 @@ class PluginTokenDispatcher(MoETokenDispatcher):
         step.hidden = None
         dispatcher, state, step.arrived = self._dispatcher(x), step.state, Arrived()
         self._wait_shared_experts()
-        with dispatcher.guard("dispatch", self.layer):
-            dispatcher.check_rows(state, x, probs)
-            rows, weights = ExactDispatch.apply(x, probs, dispatcher, state, step.arrived, self._rows_known)
+        rows, weights = ExactDispatch.apply(x, probs, dispatcher, state, step.arrived, self._rows_known)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(rows)
         if self._free_between_calls:
@@ -235,7 +246,7 @@ class PluginTokenDispatcher(MoETokenDispatcher):
             return held
         rows = int(step.offsets.get()[-1])
         if rows > held:
-            self.shared.check()
+            self.shared.check()  # which says what to do about it
             raise RuntimeError(f"{rows} rows arrived at layer {self.layer!r} but its buffers hold {held}")
         return rows
 
@@ -247,6 +258,7 @@ class PluginTokenDispatcher(MoETokenDispatcher):
         rows, weights = hidden_states, probs
         if step.hidden is not None:
             rows, step.hidden = Reveal.apply(rows, step.hidden), None
+        step.given = rows
         if self.experts == "plugin":
             return rows, step.state.map.offsets.diff(), weights
         weights = weights.to(step.probs_dtype)
@@ -277,7 +289,9 @@ class PluginTokenDispatcher(MoETokenDispatcher):
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """The experts' output [N, H] → one row for every row that arrived."""
         step = self._current("combine_preprocess")
-        rows = hidden_states
+        if step.given is None:
+            raise RuntimeError(f"combine_preprocess of layer {self.layer!r} was called before dispatch_postprocess")
+        rows, step.given = connected(hidden_states, step.given), None
         if step.padding is not None:
             rows = step.padding.unpad(rows)
         if step.etp_counts is not None:
@@ -293,9 +307,7 @@ class PluginTokenDispatcher(MoETokenDispatcher):
         step = self._current("token_combine")
         dispatcher, state = self._dispatcher(hidden_states), step.state
         self._wait_shared_experts()
-        with dispatcher.guard("combine", self.layer):
-            dispatcher.check_combine(state, hidden_states, None)
-            out: Tensor = ExactCombine.apply(hidden_states, dispatcher, state)
+        out: Tensor = ExactCombine.apply(hidden_states, dispatcher, state)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(out)
             self.shared_experts.post_forward_comm()

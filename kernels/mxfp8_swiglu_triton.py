@@ -1,7 +1,7 @@
 """SwiGLU between the two projections of an expert, from and to MXFP8, as Triton kernels (see mxfp8_swiglu.py).
 
-A program makes whole rows: it reads a row once, and a second time (from the cache) where the largest magnitude of the
-result is needed before its first element can be written.
+A program makes whole rows. Where a row gets one scale, the largest magnitude is needed before the first element can be
+written: a program then holds the row at once if it fits, else it computes it twice.
 
 Legend: R rows of which tensors hold RB >= R, F expert width.
 """
@@ -26,8 +26,9 @@ from .mxfp8_triton_common import (
 )
 from .triton_common import Launch, narrow, require_contiguous, tl, triton
 
-FORWARD = Launch(4224, block=1024)
-BACKWARD = Launch(4224, block=1024)
+BY_BLOCK = Launch(4224, block=1024)
+BY_ROW = Launch(2112, warps=8)  # where a row gets one scale
+LONGEST = 4096  # values of a row that a program holds at once
 
 _LOG2_E = tl.constexpr(constants.LOG2_E)
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in constants.EXP2)
@@ -58,6 +59,14 @@ def _store_elements(pointer, values, scale, group, inside):
 
 
 @triton.jit
+def _row_scale(pointer, largest, CEIL: tl.constexpr):
+    """The scale byte of a row from the ``largest`` magnitude bits of its blocks; stores the scale."""
+    scale = tl.maximum(scale_bytes(tl.max(largest, axis=0), CEIL), 1)
+    tl.store(pointer, power_of_two(scale))
+    return scale
+
+
+@triton.jit
 def _hidden(up, weight, group, inside, F: tl.constexpr):
     gate = load_float32(up, group, inside)
     linear = load_float32(up + F, group, inside)
@@ -85,14 +94,13 @@ def _swiglu(
         weight = 1.0  # exact as a factor
         if weights is not None:
             weight = tl.load(weights + row)
-        if data is not None:
+        if data is not None and blocks > 1:
             largest = tl.zeros((N,), tl.int32)
             for block in range(blocks):
                 group = block * N + tl.arange(0, N)
                 values = _hidden(source, weight, group, group < F // 32, F)
                 largest = tl.maximum(largest, tl.max(magnitude_bits(values), axis=1))
-            scale = tl.maximum(scale_bytes(tl.max(largest, axis=0), CEIL), 1)
-            tl.store(scales + row, power_of_two(scale))
+            scale = _row_scale(scales + row, largest, CEIL)
         for block in range(blocks):
             group = block * N + tl.arange(0, N)
             inside = group < F // 32
@@ -108,6 +116,8 @@ def _swiglu(
             if records is not None:
                 store_values(records + row * (F + F // 32), values, group, inside, F, 0, CEIL)
             if data is not None:
+                if blocks == 1:
+                    scale = _row_scale(scales + row, tl.max(magnitude_bits(values), axis=1), CEIL)
                 _store_elements(data + row * F, values, scale, group, inside)
 
 
@@ -122,7 +132,7 @@ def swiglu(
     scales: Tensor | None = None,
     rounding: str = "rceil",
     num_rows: Tensor | None = None,
-    launch: Launch = FORWARD,
+    launch: Launch | None = None,
 ) -> None:
     """h = gate·σ(gate)·linear·weight of ``up`` [RB, 2F] (``weights`` float32 [RB]), into whatever is given:
 
@@ -142,7 +152,8 @@ def swiglu(
         raise ValueError("data and scales go together")
     if not rows:
         return
-    block = launch.columns(width)
+    launch = launch or (BY_BLOCK if data is None else BY_ROW)
+    block = launch.columns(width, LONGEST)
     _swiglu[launch.grid(rows)](
         up,
         weights,
@@ -197,15 +208,14 @@ def _swiglu_backward(
         weight = 1.0
         if weights is not None:
             weight = tl.load(weights + row)
-        if data is not None:
+        if data is not None and blocks > 1:
             largest = tl.zeros((N,), tl.int32)
             for block in range(blocks):
                 group = block * N + tl.arange(0, N)
                 _, dgate, dlinear, _ = _gradients(record, grads, weight, group, group < F // 32, F)
                 bits = tl.maximum(magnitude_bits(dgate), magnitude_bits(dlinear))
                 largest = tl.maximum(largest, tl.max(bits, axis=1))
-            scale = tl.maximum(scale_bytes(tl.max(largest, axis=0), CEIL), 1)
-            tl.store(scales + row, power_of_two(scale))
+            scale = _row_scale(scales + row, largest, CEIL)
         dots = tl.zeros((N, 32), tl.float32)
         for block in range(blocks):
             group = block * N + tl.arange(0, N)
@@ -223,6 +233,9 @@ def _swiglu_backward(
                 store_values(out, dgate, group, inside, 2 * F, 0, CEIL)
                 store_values(out, dlinear, group, inside, 2 * F, F, CEIL)
             if data is not None:
+                if blocks == 1:
+                    bits = tl.maximum(magnitude_bits(dgate), magnitude_bits(dlinear))
+                    scale = _row_scale(scales + row, tl.max(bits, axis=1), CEIL)
                 _store_elements(data + row * (2 * F), dgate, scale, group, inside)
                 _store_elements(data + row * (2 * F) + F, dlinear, scale, group, inside)
         if dweights is not None:
@@ -242,7 +255,7 @@ def swiglu_backward(
     dweights: Tensor | None = None,
     rounding: str = "rceil",
     num_rows: Tensor | None = None,
-    launch: Launch = BACKWARD,
+    launch: Launch | None = None,
 ) -> None:
     """From the records of ``up`` that ``swiglu`` saved and ``dhidden`` [RB, F], the gradient of h, into what is given:
 
@@ -262,7 +275,8 @@ def swiglu_backward(
         _check_width(dup)
     if not rows:
         return
-    block = launch.columns(width)
+    launch = launch or (BY_BLOCK if data is None else BY_ROW)
+    block = launch.columns(width, LONGEST)
     _swiglu_backward[launch.grid(rows)](
         saved,
         dhidden,

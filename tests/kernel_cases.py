@@ -27,6 +27,7 @@ from ep_plugin.kernels.reduce import (
     get_reduce_torch,
     get_rows_torch,
     get_values_torch,
+    partial_sums_torch,
     pre_reduce_put_torch,
     put_scalars_torch,
     sum_partials_torch,
@@ -515,6 +516,43 @@ def check_garbage_rows(case: Case) -> None:
     for r in range(shape.world):
         same_bits(memory["rows", r], poisoned["rows"][r], "rows PUT to garbage")
         same_bits(memory["row_weights", r], poisoned["row_weights"][r], "scalars PUT to garbage")
+
+
+def check_order(device: str | torch.device) -> None:
+    """Sums run in ascending k and ascending rank: over numbers of which every other order gives another sum."""
+    large = 2.0**30
+    in_order = torch.tensor([large, 1.0, -large, 1.0], device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        y = in_order.to(dtype).unsqueeze(1).repeat(1, 24)
+        one = torch.ones((1, 24), dtype=dtype, device=device)
+        index = torch.arange(4, dtype=torch.int32, device=device).view(1, 1, 4)
+        partials = torch.zeros((1, 1, 24), dtype=dtype, device=device)
+        reduce_triton.pre_reduce_put(y, index, torch.ones(1, dtype=torch.int64, device=device), Peers.of([partials]), 0)
+        same_bits(partials[0], one, f"{dtype} partial in ascending k")
+        dest = torch.zeros((1, 4), dtype=torch.int32, device=device)
+        out = torch.zeros_like(one)
+        reduce_triton.get_reduce(Peers.of([y]), dest, index[0], None, out, num_rows=4)
+        same_bits(out, one, f"{dtype} pulled sum in ascending k")
+
+        ranks = torch.tensor([[3, 2, 1, 0]], dtype=torch.int32, device=device)
+        reduce_triton.get_reduce(Peers.of(list(y.split(1))), ranks, torch.zeros_like(ranks), None, out, num_rows=1)
+        same_bits(out, one, f"{dtype} pulled sum in ascending rank")
+        by_rank = y.unsqueeze(1).contiguous()
+        reduce_triton.sum_partials(by_rank, ranks, out)
+        same_bits(out, one, f"{dtype} sum in ascending rank")
+        for own in range(4):
+            others = by_rank.clone()
+            poison(others[own])
+            rows = torch.where(ranks == own, 0, -1)
+            reduce_triton.sum_partials(others, ranks, out, y=by_rank[own], dest_row=rows, own_rank=own)
+            same_bits(out, one, f"{dtype} sum with the own partial of rank {own} in its place")
+        for reference in (
+            partial_sums_torch(y, index[0]),
+            sum_partials_torch(by_rank, ranks),
+            get_reduce_torch(list(y.split(1)), ranks, torch.zeros_like(ranks)),
+        ):
+            same_bits(reference, one, f"{dtype} reference")
+        assert partial_sums_torch(y, index[0].flip(1))[0, 0] != 1, "these numbers do not tell one order from another"
 
 
 def check_rounding(device: str | torch.device) -> None:

@@ -85,12 +85,13 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def use_version(folder: str | None) -> None:
-    """Import megatron from ``folder`` (None: the installed one) in this process, and let it run on CPU."""
+    """Import megatron from ``folder`` (None: the installed one) in this process; without a GPU, let it run on CPU."""
     if folder is not None and folder not in sys.path:
         if "megatron.core" in sys.modules:
             raise RuntimeError("another megatron-core is imported in this process already")
         sys.path.insert(0, folder)
-    on_cpu()
+    if not torch.cuda.is_available():
+        on_cpu()
 
 
 class _NoStream:
@@ -204,7 +205,7 @@ def parallel(**sizes: Any) -> Iterator[None]:
     )
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     try:
-        with _CudaIsCpu():
+        with contextlib.nullcontext() if torch.cuda.is_available() else _CudaIsCpu():
             yield
     finally:
         parallel_state.destroy_model_parallel()

@@ -81,6 +81,11 @@ def test_garbage_row_numbers_stay_inside(interpreters: dist.Pool) -> None:
     interpreters.run(movements, 1, "check_garbage_rows", range(3), 3, timeout=300)
 
 
+def test_order_of_sums(interpreters: dist.Pool) -> None:
+    """Catches sums in any order but ascending k within a rank, then ascending rank."""
+    interpreters.run(call, 1, "kernel_cases", "check_order", "cpu")
+
+
 def test_rounding_of_products(interpreters: dist.Pool) -> None:
     """Catches truncation instead of rounding, ties away from even, and flushed subnormals."""
     interpreters.run(call, 1, "kernel_cases", "check_rounding", "cpu")

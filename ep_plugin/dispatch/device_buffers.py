@@ -87,13 +87,14 @@ class Chunks:
         self.ranges = list(zip(edges[:-1], edges[1:], strict=True))
         arrivals = torch.zeros(count, dtype=torch.int32, device=heap.device)
         self.signal = ChunkSignal(count, max_tokens, heap.counter(channel), heap.signals(channel), arrivals)
-        # This channel may have been used before: go on from there.
-        start = int(heap.counter(channel)[0])
-        self.tickets = torch.arange(start + 1 - count, start + 1, dtype=torch.int64, device=heap.device)
+        self.steps = torch.arange(1, count + 1, dtype=torch.int64, device=heap.device)
+        self.tickets = torch.zeros_like(self.steps)
 
     def begin(self) -> None:
-        """A new operation: the next ``count`` signals are its own."""
-        self.tickets += len(self.ranges)
+        """A new operation: the next ``count`` signals of the channel, which all users of the heap share, are its own."""
+        expected = self.heap.expected(self.channel)
+        torch.add(expected, self.steps, out=self.tickets)
+        expected += len(self.ranges)
 
     def arrived(self, phase: Phase) -> Iterator[tuple[int, int]]:
         """Token ranges, each after every rank has signalled it."""

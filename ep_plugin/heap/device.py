@@ -162,6 +162,7 @@ class DeviceHeap(Heap):
         ).view(torch.int64)
         # Per channel: signals posted, exchanges received.
         self._counters = torch.zeros((CHANNELS + 1, 2), dtype=torch.int64, device=self.device)
+        self._expected = torch.zeros((CHANNELS + 1, 1), dtype=torch.int64, device=self.device)
         self._side = torch.cuda.Stream(self.device)
         self._meet()
 
@@ -239,6 +240,11 @@ class DeviceHeap(Heap):
     def counter(self, channel: int) -> Tensor:
         """int64 [2] on the device: how often this rank has posted, and exchanged, on ``channel``."""
         return self._counters[channel]
+
+    def expected(self, channel: int) -> Tensor:
+        """int64 [1] on the device: signals of ``channel`` that operations enqueued so far wait for. Who lets kernels
+        signal by themselves adds their signals here."""
+        return self._expected[channel]
 
     def signals(self, channel: int) -> Peers:
         """The word (channel, this rank) on every rank, for kernels that signal by themselves."""
