@@ -318,6 +318,7 @@ def patch_model(
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ())) | set(sharded)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
     gradients = ExpertGradients(dense, sharded, groups)
+    gradients.checks += [dispatcher.check for dispatcher in dispatchers.values()]
     layers = [
         PatchedExperts(name, module, dispatchers[shapes[name]], layouts[name], gradients)
         for name, module in modules.items()

@@ -9,7 +9,7 @@ expert parameters over D_E).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class ExpertGradients:
         self.world = 1 if groups is None else groups.layout.dp
         self.replicas = 1 if groups is None else groups.layout.ep_dp
         self.dense_reduced = False  # by DDP, as far as has been seen
+        self.checks: list[Callable[[], None]] = []  # to raise, before a step, what its dispatchers could not
         self._pending = False  # a backward has run since the last sync
         self._synced = False  # the gradients in place were summed over EP_DP and no step has used them
         self._attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -162,7 +163,11 @@ class ExpertGradients:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         ours = {id(p) for p in (*self.dense.values(), *self.experts.values())}
-        if not self.lacking or not any(id(p) in ours for p in _params(optimizer)):
+        if not any(id(p) in ours for p in _params(optimizer)):
+            return
+        for check in self.checks:
+            check()
+        if not self.lacking:
             return
         if optimizer not in self._attached:
             raise RuntimeError(

@@ -246,6 +246,12 @@ class Dispatcher(ABC, Generic[StateT]):
         """Device tensors of one step: drop_rate, expert_load, buffer use (``routing.drop_metrics``)."""
         return drop_metrics(state.map)
 
+    def check(self) -> None:
+        """Raise what could not be raised when it happened; to be called before an optimizer step.
+
+        Where nothing waits for the device, a late peer or an overflow of dropless buffers is found only here.
+        """
+
     def stats(self) -> dict[str, Any]:
         """Counters of this dispatcher since it was built: bytes sent to other ranks, slots in use and at peak."""
         return {}

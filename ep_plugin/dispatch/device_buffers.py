@@ -91,7 +91,7 @@ class Chunks:
         self.tickets = torch.zeros_like(self.steps)
 
     def begin(self) -> None:
-        """A new operation: the next ``count`` signals of the channel, which all users of the heap share, are its own."""
+        """A new operation: the next ``count`` signals of the channel, which the heap's users share, are its own."""
         expected = self.heap.expected(self.channel)
         torch.add(expected, self.steps, out=self.tickets)
         expected += len(self.ranges)
