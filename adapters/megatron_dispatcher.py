@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..config import EPConfig, check_shape
 from ..dispatch import Dispatched, Dispatcher, RouteState, build_dispatcher
@@ -54,7 +55,7 @@ class SharedDispatchers:
         self.config = config
         self.users: list[PluginTokenDispatcher] = []
         self._built: dict[Any, Dispatcher[Any]] = {}
-        self._checked = False
+        self._checked_before_steps = False
         atexit.register(_weakly(self.close))
 
     def add(self, user: PluginTokenDispatcher) -> None:
@@ -74,7 +75,9 @@ class SharedDispatchers:
                 group=user.ep_group,
                 device=device,
             )
-            self._check_before_steps()
+            if not self._checked_before_steps:
+                self._checked_before_steps = True
+                register_optimizer_step_pre_hook(_weakly(self.check))
         return self._built[shape]
 
     def _sized(self, user: PluginTokenDispatcher) -> EPConfig:
@@ -88,17 +91,11 @@ class SharedDispatchers:
         logger.info("%d MoE layers on this rank, %d payload slots for the pipeline schedule", len(alike), slots)
         return dataclasses.replace(self.config, slots=slots)
 
-    def _check_before_steps(self) -> None:
-        """GPU dispatchers record what their kernels cannot raise; raise it before an optimizer uses the gradients."""
-        if not self._checked and any(hasattr(built, "check") for built in self._built.values()):
-            self._checked = True
-            torch.optim.optimizer.register_optimizer_step_pre_hook(_weakly(self.check))
-
     def check(self) -> None:
-        """Raise what the kernels of this step recorded: a late or stopped peer, a dropless overflow."""
+        """Raise what kernels could only record: a late peer, a dropless overflow. Every optimizer step of the process
+        calls it first."""
         for built in self._built.values():
-            if hasattr(built, "check"):
-                built.check()
+            built.check()
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters of every dispatcher that was built: bytes sent, slots in use and at peak."""

@@ -19,6 +19,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """``total[index] += rows`` for distinct indices."""
+    if total.is_cuda:  # index_add_ is made of atomics there, which turn subnormal sums into zero
+        total.index_copy_(0, index, total.index_select(0, index) + rows)
+    else:
+        total.index_add_(0, index, rows)
+
+
 def partial_sums_torch(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
     """``out[s] = Σ_k rows[index[s, k]] (* weights[s, k])`` over index >= 0, in ascending k, rounded once to the rows'
     dtype.
@@ -33,7 +41,7 @@ def partial_sums_torch(rows: Tensor, index: Tensor, weights: Tensor | None = Non
         values = rows.index_select(0, index[s, k].long()).to(total.dtype)
         if weights is not None:
             values *= weights[s, k].unsqueeze(1)
-        total.index_add_(0, s, values)
+        _add_rows(total, s, values)
     return total.to(rows.dtype)
 
 
@@ -81,7 +89,7 @@ def sum_partials_torch(partials: Tensor, dest_rank: Tensor) -> Tensor:
         if t.numel() == num_tokens:
             total += partials[rank, :num_tokens].to(total.dtype)
         elif t.numel():
-            total.index_add_(0, t, partials[rank].index_select(0, t).to(total.dtype))
+            _add_rows(total, t, partials[rank].index_select(0, t).to(total.dtype))
     return total.to(partials.dtype)
 
 
@@ -106,7 +114,7 @@ def sum_routes_torch(
         t = (here >= 0).any(1).nonzero().squeeze(1)
         if t.numel():
             w = None if weights is None else weights.index_select(0, t)
-            total.index_add_(0, t, partial_sums_torch(rows, here.index_select(0, t), w).to(total.dtype))
+            _add_rows(total, t, partial_sums_torch(rows, here.index_select(0, t), w).to(total.dtype))
     return total.to(rows.dtype)
 
 
@@ -124,7 +132,7 @@ def get_reduce_torch(
         t = (here >= 0).any(1).nonzero().squeeze(1)
         if t.numel():
             w = None if weights is None else weights.index_select(0, t)
-            total.index_add_(0, t, partial_sums_torch(rows, here.index_select(0, t), w).to(total.dtype))
+            _add_rows(total, t, partial_sums_torch(rows, here.index_select(0, t), w).to(total.dtype))
     return total.to(peers[0].dtype)
 
 
