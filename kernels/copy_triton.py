@@ -29,5 +29,6 @@ def copy_prefix(source: Tensor, target: Tensor, num_rows: Tensor, *, launch: Lau
     if not bound:
         return
     block = launch.columns(width)
+    launch = launch.of_whole_lanes(block, source.element_size())
     grid = launch.grid(bound * triton.cdiv(width, block))
     _copy_prefix[grid](source, target, num_rows, bound, D=width, BLOCK=block, **launch.options)

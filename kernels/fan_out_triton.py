@@ -112,6 +112,7 @@ def fan_out(
         return
     width = rows.shape[1]
     block = launch.columns(width)
+    launch = launch.of_whole_lanes(block, rows.element_size())
     _fan_out[launch.grid((end - begin) * triton.cdiv(width, block))](
         stage,
         x_own,

@@ -90,6 +90,7 @@ def put_rows(
         return
     width = x.shape[-1]
     block = launch.columns(width)
+    launch = launch.of_whole_lanes(block, x.element_size())
     _put_rows[launch.grid(num_tokens * triton.cdiv(width, block))](
         x,
         *peers.arguments,

@@ -135,6 +135,7 @@ def pre_reduce_put(
         return
     width = y.shape[1]
     block = launch.columns(width)
+    launch = launch.of_whole_lanes(block, y.element_size())
     chunks = 1 if signal is None else signal.chunks
     _pre_reduce_put[launch.grid(max(1, end - begin) * triton.cdiv(width, block))](
         y,
@@ -235,6 +236,7 @@ def sum_partials(
         return
     world, t_max, width = partials.shape
     block = launch.columns(width)
+    launch = launch.of_whole_lanes(block, out.element_size())
     _sum_partials[launch.grid((end - begin) * triton.cdiv(width, block))](
         partials,
         dest_rank,
@@ -336,6 +338,7 @@ def get_reduce(
         return
     width = out.shape[1]
     block = launch.columns(width)
+    launch = launch.of_whole_lanes(block, out.element_size())
     _get_reduce[launch.grid((end - begin) * triton.cdiv(width, block))](
         *peers.arguments,
         num_rows,

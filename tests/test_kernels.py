@@ -288,11 +288,14 @@ def columns(rank: int, world: int) -> dict[int, int]:
 
     assert Launch(5).grid(3) == (3,) and Launch(5).grid(9) == (5,) and Launch(5).grid(0) == (1,)
     assert Launch(5, block=16).columns(4096) == 16
+    assert Launch(66, 16).of_whole_lanes(4096, 2) == Launch(66, 16)
+    assert Launch(66, 16).of_whole_lanes(1024, 2) == Launch(264, 4)  # as many threads, 16 bytes each
+    assert Launch(66, 16).of_whole_lanes(8, 2) == Launch(1056, 1)
     return {width: Launch(1).columns(width) for width in (1, 8, 33, 100, 512, 1536, 2048, 4096, 7168, 8192)}
 
 
 def test_columns_of_a_block(interpreters: dist.Pool) -> None:
-    """Catches blocks that pad a row (7168 in one of 8192) or cut it into slivers."""
+    """Catches blocks that pad a row (7168 in one of 8192) or cut it into slivers, for the row or for a thread."""
     (found,) = interpreters.run(columns, 1)
     assert found == {
         1: 1, 8: 8, 33: 64, 100: 128, 512: 512, 1536: 512, 2048: 2048, 4096: 4096, 7168: 1024, 8192: 4096,

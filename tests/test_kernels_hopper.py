@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from tests import dist
 pytest.importorskip("triton")
 
 K, M, T = 8, 2, 64
+WIDTHS = (2048, 4096, 7168, 33)
 MOVERS = ("put_rows", "put_unique", "fan_out", "pre_reduce_put", "sum_partials", "get_reduce", "copy_prefix")
 SCALARS = ("put_meta", "put_values", "put_scalars", "take_scalars", "get_values", "fill_tail")
 SIGNALS = ("post", "wait", "send", "receive", "set_abort")
@@ -20,7 +22,7 @@ ROUTE_MAP = ("count", "offsets_and_record", "accept", "build")
 
 
 def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
-    """PTX of every kernel as its launcher asks for it, by the launcher's name, for bf16 rows of ``width`` columns."""
+    """PTX of every kernel as its launcher asks for it, by its name, for bf16 rows of ``width`` columns."""
     import triton.runtime
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -108,7 +110,7 @@ def compiled() -> Iterator[dict[int, dict[str, list[str]]]]:
     pool = dist.Pool()  # of its own: the driver it installs is no good for anything else
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
-        yield {width: pool.run(compile_all, 1, width, timeout=600)[0] for width in (4096, 100)}
+        yield {width: pool.run(compile_all, 1, width, timeout=600)[0] for width in WIDTHS}
     pool.close()
 
 
@@ -128,12 +130,13 @@ def test_every_kernel_compiles_for_hopper(compiled: dict[int, dict[str, list[str
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", MOVERS)
 def test_rows_move_16_bytes_at_a_time(compiled: dict[int, dict[str, list[str]]], kernel: str) -> None:
-    """Catches a lost alignment hint: the compiler then moves 2 bytes at a time, also through peer pointers."""
-    for ptx in compiled[4096][kernel]:
-        for operation in ("ld", "st"):
+    """Catches a lost alignment hint (the compiler then moves 2 bytes at a time, also through peer pointers) and a
+    launch whose threads have less than 16 bytes of a block each."""
+    for width, operation in itertools.product((2048, 4096, 7168), ("ld", "st")):
+        for ptx in compiled[width][kernel]:
             widths = access_bytes(ptx, operation)
-            assert 16 in widths and not widths & {1, 2}, f"{kernel}: {operation} of {sorted(widths)} bytes"
-    assert any(access_bytes(ptx, "st") & {2} for ptx in compiled[100]["fan_out"]), "rows of 200 bytes are not aligned"
+            assert 16 in widths and not widths & {1, 2}, f"{kernel} of {width}: {operation} of {sorted(widths)} bytes"
+    assert all(2 in access_bytes(ptx, "st") for ptx in compiled[33][kernel]), "rows of 66 bytes lie anywhere"
 
 
 @pytest.mark.slow
