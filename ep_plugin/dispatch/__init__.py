@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from ..config import EPConfig, check_shape
 from ..heap import Heap, open_heap
+from ..slots import slots_for
 from .base import Dispatched, Dispatcher, Rebuild, RouteState
 from .block import BlockDispatcher
 from .local import LocalDispatcher
 from .rowwise import RowwiseDispatcher
 
-__all__ = ["Dispatched", "Dispatcher", "Rebuild", "RouteState", "build_dispatcher"]
+__all__ = ["Dispatched", "Dispatcher", "Rebuild", "RouteState", "build_dispatcher", "slots_for"]
 
 
 def build_dispatcher(
