@@ -28,7 +28,7 @@ from .triton_common import (
     widen,
 )
 
-REDUCE = Launch(1056, block=2048)  # half of what an H200 holds: the rest is for the sums of chunks that have arrived
+REDUCE = Launch(528, block=2048)  # a quarter of what an H200 holds: the rest is for sums of chunks that have arrived
 SUM = Launch(4224, block=2048)  # many small programs: the sums wait for memory
 GET = Launch(1056, block=1024)
 

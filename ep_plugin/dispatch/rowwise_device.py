@@ -147,7 +147,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.launches, self.early = Launches.of(launch), launch.early
         if self.config.form == "dedup":
             nbytes = self.max_tokens * self.hidden_size * self.dtype.itemsize
-            chunks = min(launch.chunks or (4 if nbytes >= LARGE else 1), self.max_tokens)
+            chunks = min(launch.chunks or (2 if nbytes >= LARGE else 1), self.max_tokens)
             self.there = Chunks(self.heap, THERE, chunks, self.max_tokens)
             self.back = Chunks(self.heap, BACK, chunks, self.max_tokens)
 
