@@ -194,6 +194,7 @@ def parallel(**sizes: Any) -> Iterator[None]:
     """Megatron's parallel state for the sizes (tp, pp, cp, ep, etp, vpp) and a random tracker that needs no CUDA."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     parallel_state.initialize_model_parallel(
         sizes.get("tp", 1),
@@ -208,6 +209,7 @@ def parallel(**sizes: Any) -> Iterator[None]:
         with contextlib.nullcontext() if torch.cuda.is_available() else _CudaIsCpu():
             yield
     finally:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # the last schedule's, which a lone layer must not see
         parallel_state.destroy_model_parallel()
 
 

@@ -217,7 +217,7 @@ def padded_and_refused(rank: int, world: int) -> dict[str, Any]:
             results.append(through(dispatcher, x, routing, probs, free=False))
             shared.close()
         found["align"] = get_align_size_for_quantization(multiples)
-        found["tokens"] = [result[1] for result in results]
+        found["tokens"] = [result[1].tolist() for result in results]
         found["same"] = all(torch.allclose(results[0][i], results[1][i]) for i in (0, 2))
         shared = SharedDispatchers(BLOCK)
         dispatcher = PluginTokenDispatcher(local, ids, dense, groups, shared=shared)
@@ -237,7 +237,7 @@ def padded_and_refused(rank: int, world: int) -> dict[str, Any]:
 def test_padding_for_quantization_and_clear_refusals(run: mm.Run) -> None:
     """Row counts that an FP8 GEMM cannot take; routes dropped without a word."""
     for found in run(padded_and_refused, 2):
-        dense, padded = found["tokens"]
+        dense, padded = map(torch.tensor, found["tokens"])
         align = found["align"]
         assert align > 1
         assert torch.equal(padded, -(-dense // align) * align)

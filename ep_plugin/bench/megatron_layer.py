@@ -1,0 +1,214 @@
+"""Megatron's MoE layer with its own alltoall and with our dispatchers: the layer's time without its matrix products.
+
+    torchrun --nproc-per-node 2 -m ep_plugin.bench.megatron_layer [--json result.json]
+
+Every rank holds E/EP experts and T tokens of its own. Times are medians over repeats of the largest over ranks, in
+milliseconds; the default shape is the one that Megatron publishes. ``layer``: forward and backward. ``gemm``: the
+device time of matrix-product kernels in it, by the profiler. ``rest`` = layer − gemm. ``calls``: the six dispatcher
+calls around experts that only apply the probabilities, forward and backward. ``..._speedup``: alltoall's time over this
+one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import CapacityConfig, EPConfig
+from .timing import measure
+
+GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|grouped_mm", re.IGNORECASE)
+WAYS: dict[str, tuple[EPConfig | None, str]] = {
+    "alltoall": (None, "megatron"),
+    "block": (EPConfig(dispatcher="block"), "megatron"),
+    "rowwise": (EPConfig(), "megatron"),
+    "rowwise:route": (EPConfig(form="route"), "megatron"),
+    "rowwise+experts": (EPConfig(), "plugin"),
+    "rowwise:route+experts": (EPConfig(form="route"), "plugin"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run under torchrun; rank 0 prints one line a way, and the whole result as JSON."""
+    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    result = run(args, device)
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+        if args.json is not None:
+            Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ep_plugin.bench.megatron_layer", description=__doc__)
+    parser.add_argument("-T", "--tokens", type=int, default=4096, help="tokens of each rank")
+    parser.add_argument("-H", "--hidden", type=int, default=7168)
+    parser.add_argument("-I", "--width", type=int, default=2048, help="expert width")
+    parser.add_argument("-E", "--experts", type=int, default=32)
+    parser.add_argument("-K", "--top-k", type=int, default=8)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument("--heap", default="auto")
+    parser.add_argument("--factor", type=float, default=1.5, help="rows that the buffers hold over T·K")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", default=None, help="write the result to this file")
+    return parser
+
+
+def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """The result of every way; collective over WORLD."""
+    from megatron.core import __version__, parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(1, 1, expert_model_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(123)
+    result: dict[str, Any] = {
+        "megatron_core": __version__,
+        "device": torch.cuda.get_device_name(device),
+        "ep": dist.get_world_size(),
+        **{name: getattr(args, name) for name in ("tokens", "hidden", "width", "experts", "top_k", "factor", "heap")},
+        "ways": {},
+    }
+    for name in args.ways:
+        found = one_way(name, args, device)
+        result["ways"][name] = found
+        base = result["ways"].get("alltoall")
+        for part in ("rest", "calls"):
+            if base is not None and found[part] is not None:
+                found[f"{part}_speedup"] = round(base[part] / found[part], 2)
+        if dist.get_rank() == 0:
+            shown = ", ".join(f"{key} {value}" for key, value in found.items() if not isinstance(value, dict))
+            print(f"{name}: {shown}", flush=True)
+    return result
+
+
+def one_way(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Times of one way, and the phases that our dispatchers name."""
+    from ..adapters.megatron import use_dispatcher
+
+    ep, experts = WAYS[name]
+    layer = build_layer(args, device)
+    handle = None
+    if ep is not None:
+        capacity = CapacityConfig(factor=args.factor)
+        ep = dataclasses.replace(ep, capacity=capacity, max_tokens=args.tokens, heap=args.heap)
+        handle = use_dispatcher(layer, ep, experts=experts)
+    generator = torch.Generator(device=device).manual_seed(1 + dist.get_rank())
+    x = torch.randn(args.tokens, 1, args.hidden, device=device, dtype=torch.bfloat16, generator=generator)
+    x.requires_grad_()
+    grad = torch.randn(x.shape, device=device, dtype=torch.bfloat16, generator=generator)
+
+    def whole() -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        layer(x)[0].backward(grad)
+
+    with torch.no_grad():
+        probs, routing = layer.router(x)
+    # Our experts take rows past the valid ones, which the calls alone would multiply.
+    calls = six_calls(layer, x, routing, probs.detach(), grad) if experts == "megatron" else None
+    timed = measure(whole, device, repeats=args.repeats, phases=handle is not None, queue=False)
+    gemm = gemm_ms(whole)
+    found: dict[str, Any] = {
+        "layer": round(timed.median, 3),
+        "gemm": round(gemm, 3),
+        "rest": round(timed.median - gemm, 3),
+        "calls": round(measure(calls, device, repeats=args.repeats, queue=False).median, 3) if calls else None,
+        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2),
+        "phases": {phase: round(ms, 3) for phase, ms in timed.phases.items()},
+    }
+    if handle is not None:
+        handle.check()
+        handle.close()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return found
+
+
+def build_layer(args: argparse.Namespace, device: torch.device) -> Any:
+    """Megatron's MoE layer with its sequential experts (no Transformer Engine), in bfloat16 on ``device``."""
+    import functools
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=args.hidden,
+        num_attention_heads=args.hidden // 128 or 1,
+        ffn_hidden_size=args.width,
+        moe_ffn_hidden_size=args.width,
+        num_moe_experts=args.experts,
+        moe_router_topk=args.top_k,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=dist.get_world_size(),
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        gradient_accumulation_fusion=False,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    mlp = get_gpt_layer_local_spec(num_experts=args.experts, moe_grouped_gemm=False).submodules.mlp
+    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+    layer = MoELayer(config, submodules, pg_collection=get_default_pg_collection())
+    layer.set_layer_number(1)
+    return layer.to(device).train()
+
+
+def six_calls(layer: Any, x: Tensor, routing: Tensor, probs: Tensor, grad: Tensor) -> Callable[[], None]:
+    """One forward and backward of the dispatcher's six calls around experts that apply the probabilities alone."""
+    dispatcher = layer.token_dispatcher
+    probs = probs.clone().requires_grad_()
+
+    def both() -> None:
+        x.grad = probs.grad = None
+        rows, weights = dispatcher.dispatch_preprocess(x, routing, probs)
+        rows, weights = dispatcher.token_dispatch(rows, weights)
+        rows, _, weights = dispatcher.dispatch_postprocess(rows, weights)
+        y = dispatcher.combine_preprocess(rows * weights[:, None].to(rows.dtype))
+        dispatcher.combine_postprocess(dispatcher.token_combine(y)).backward(grad)
+
+    return both
+
+
+def gemm_ms(fn: Callable[[], None], calls: int = 3) -> float:
+    """Device milliseconds of matrix-product kernels in a call of ``fn``, the largest over ranks."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    fn()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(calls):
+            fn()
+        torch.cuda.synchronize()
+    kernels = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    total = sum(e.self_device_time_total for e in kernels if GEMM.search(e.name)) / calls / 1e3
+    every: list[float | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, total)
+    return max(value for value in every if value is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
