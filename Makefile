@@ -2,13 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+MEGATRON_LATEST := .venv/megatron-latest
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint bench
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m ep_plugin.launch experiment=demo
 
-test: $(READY)
+test: $(READY) $(MEGATRON_LATEST)/.ready
 	$(BIN)/pytest -q
 
 lint: $(READY)
@@ -24,4 +25,12 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	@echo 'Installing into .venv (a few minutes the first time) ...'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,megatron,dev]'
+	touch $@
+
+# The newest megatron-core that the adapter supports, unpacked beside the installed one: its wheels are for newer Pythons
+# than the tests may run on, but its Python files are not.
+$(MEGATRON_LATEST)/.ready: $(READY)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+		--dest .venv/wheels megatron-core==0.19.2
+	$(BIN)/python -m zipfile -e .venv/wheels/megatron_core-0.19.2-*.whl $(MEGATRON_LATEST)
 	touch $@
