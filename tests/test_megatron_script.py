@@ -1,0 +1,62 @@
+"""The script seam: a Megatron training script that stays as it is, with our dispatchers named by Megatron's flags."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import megatron_models as mm
+
+pytestmark = mm.marks
+SCRIPT = str(mm.ROOT / "tests" / "megatron_training_script.py")
+
+
+def start(arguments: list[str], folder: str | None, **environment: str) -> subprocess.CompletedProcess:
+    """torchrun with two processes; ``folder`` holds another megatron-core than the installed one."""
+    paths = [path for path in (folder, str(mm.ROOT)) if path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def lines(run: subprocess.CompletedProcess) -> dict[str, str]:
+    assert run.returncode == 0, run.stderr[-3000:]
+    return dict(line.split(maxsplit=1) for line in run.stdout.splitlines() if " " in line)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, str]:
+    """What the script prints by itself, with Megatron's alltoall; both versions print the same."""
+    return lines(start([SCRIPT], None))
+
+
+@pytest.mark.parametrize("version", ["installed", "latest"])
+def test_an_unmodified_script_takes_our_backends(plain: dict[str, str], version: str) -> None:
+    """A flag that Megatron refuses, a backend that it silently replaces by another, losses that differ."""
+    latest = mm.latest_wheel()
+    if version == "latest" and latest is None:
+        pytest.skip("no newer megatron-core beside the installed one")
+    folder = None if version == "installed" else str(latest)
+    flags = "listed" if version == "installed" else "generated"
+    ours = lines(
+        start(
+            ["-m", "ep_plugin.adapters.megatron", "--ep", "experts=plugin", "--ep", "max_tokens=64", SCRIPT]
+            + ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "rowwise_route"],
+            folder,
+            TEST_FLAGS=flags,
+        )
+    )
+    assert plain["dispatcher"] == "MoEAlltoAllTokenDispatcher"
+    assert ours["dispatcher"] == "PluginTokenDispatcher" and ours["experts"] == "PluginExperts"
+    assert ours["losses"] == plain["losses"]
+
+
+def test_wrong_settings_end_before_the_script_starts() -> None:
+    """A misspelt setting that trains with the default."""
+    command = [sys.executable, "-m", "ep_plugin.adapters.megatron", "--ep", "max_tokenz=64", SCRIPT]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=mm.ROOT, timeout=120)
+    assert run.returncode == 2
+    assert "max_tokenz" in run.stderr and "Traceback" not in run.stderr
