@@ -19,11 +19,7 @@ from torch.autograd.function import once_differentiable
 from ..config import EPConfig, check_shape
 from ..kernels.reduce import accumulation_dtype
 from ..routing import RouteMap, drop_metrics
-
-
-def span(name: str) -> torch.profiler.record_function:
-    """A named range in a profile; the benchmarks read the time of each phase from these."""
-    return torch.profiler.record_function(f"ep/{name}")
+from .spans import span
 
 
 @dataclass

@@ -61,14 +61,16 @@ class BlockDispatcher(Dispatcher[BlockState]):
                 [count_routes(topk_idx, self.num_experts), topk_idx.new_tensor([topk_idx.shape[0]], dtype=torch.int64)]
             )
             table = own.new_empty((self.world, own.numel()))
-            dist.all_gather(list(table), own, group=self.group)
+            with span("exchange"):
+                dist.all_gather(list(table), own, group=self.group)
             counts, tokens = table[:, :-1].contiguous(), table[:, -1].contiguous()
             route_map = build_route_map(topk_idx, counts, tokens, rank=self.rank, capacity=self.config.capacity)
             return self._pack(layer, topk_idx, route_map)
 
     def _pack(self, layer: str, topk_idx: Tensor, route_map: RouteMap) -> BlockState:
         by_rank = route_map.accepted.view(self.world, self.world, self.num_local_experts)
-        sizes = torch.stack([by_rank[self.rank].sum(1), by_rank[:, self.rank].sum(1)]).cpu()  # the host split lists
+        with span("host split lists"):
+            sizes = torch.stack([by_rank[self.rank].sum(1), by_rank[:, self.rank].sum(1)]).cpu()
         expert = torch.where(route_map.dest_rank >= 0, topk_idx.to(torch.int64), self.num_experts).reshape(-1)
         send_routes = torch.argsort(expert, stable=True)[: int(sizes[0].sum())]
         recv_order = None
