@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .inputs import backend
 from .routes import KINDS
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark; without torchrun it starts ``--world`` processes itself. Returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_args(argv)
+    args = parse(argv)
     if "RANK" not in os.environ:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.world)]
         environment = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", **os.environ}
@@ -28,16 +29,45 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked as far as it can be before processes are started."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    for option in ("json", "trace", "plot"):
+        file = vars(args).get(option)
+        if file is not None and not Path(file).resolve().parent.is_dir():
+            parser.error(f"--{option} {file}: its folder does not exist")
+    try:
+        for name in vars(args).get("backends", "block").split(","):
+            backend(name, heap=args.heap)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ep-bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     d = commands.add_parser("dispatch", help="route map, dispatch and combine of every backend on the same routes")
-    d.add_argument(
-        "--backends", default="block,rowwise,rowwise:route", help="comma-separated; rowwise:route is one row per route"
-    )
+    _backends(d)
     _shape(d)
+    whole = commands.add_parser("layer", help="a whole MoE step of every backend, with experts, forward and backward")
+    _backends(whole)
+    _shape(whole)
+    whole.add_argument("-F", "--width", type=int, default=256, help="expert width")
+    whole.add_argument("--trace", default=None, help="write a trace of all ranks for Perfetto to this file")
+    whole.set_defaults(tokens=1024)
     _shape(commands.add_parser("tune", help="chunk count and launch widths of rowwise on GPUs for a shape"))
     return parser
+
+
+def _backends(d: argparse.ArgumentParser) -> None:
+    d.add_argument(
+        "--backends",
+        default="block,rowwise,rowwise:route",
+        help="comma-separated: local, block, rowwise, rowwise:route (one row per route)",
+    )
+    d.add_argument("--plot", default=None, help="write a picture of the phases side by side (PNG) to this file")
 
 
 def _shape(d: argparse.ArgumentParser) -> None:

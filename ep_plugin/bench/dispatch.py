@@ -4,76 +4,48 @@ time."""
 from __future__ import annotations
 
 import argparse
-import platform
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import EPConfig
 from ..dispatch import Dispatched, Dispatcher, build_dispatcher
 from ..dispatch.block import BlockDispatcher
 from ..kernels.fan_out import fan_out_torch
 from ..kernels.reduce import accumulation_dtype
-from .routes import make_routes
+from .inputs import Inputs, backend
 from .timing import Timing, measure
 
 
 def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Collective. Prints a table on rank 0 and returns the figures."""
-    cuda = device.type == "cuda"
     rank, world = dist.get_rank(), dist.get_world_size()
-    dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
-    shape = dict(num_experts=args.experts, top_k=args.top_k, hidden_size=args.hidden)
-    idx, weight = make_routes(args.routes, args.tokens, args.experts, args.top_k, rank=rank, world=world, device=device)
-    x = torch.randn(args.tokens, args.hidden, device=device).to(dtype)
-    remote = _remote_bytes(idx, args.experts // world, rank, world, args.hidden * dtype.itemsize)
-    result: dict[str, Any] = {
-        "what": "dispatch", **shape, "tokens": args.tokens, "world": world, "dtype": str(dtype), "routes": args.routes,
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "torch": torch.__version__, "remote_bytes": remote, "backends": {},
-    }  # fmt: skip
-    if rank == 0:
-        print(
-            f"T={args.tokens} D={args.hidden} K={args.top_k} E={args.experts} EP={world} {dtype} {args.routes}"
-            f" routes, {result['device']}"
-        )
+    inputs = Inputs.make(args, device)
+    x, idx, weight = inputs.x, inputs.idx, inputs.weight
+    result = inputs.describe(args)
+    remote = result["remote_bytes"]
     for name in args.backends.split(","):
-        kind, _, form = name.partition(":")
-        config = EPConfig(
-            dispatcher=kind,
-            form=form or "dedup",
-            heap=args.heap,
-            # The weighted sum where each backend makes it: dedup on the expert rank, the others at the token.
-            weight_at="output" if kind == "rowwise" and not form else "source",
-            max_tokens=args.tokens,
-        )
+        config = backend(name, heap=args.heap, max_tokens=args.tokens)
+        unique = config.dispatcher == "rowwise" and config.form == "dedup"
+        # The weighted sum where each backend makes it: dedup on the expert rank, the others at the token.
+        config.weight_at = "output" if unique else "source"
         config.capacity.factor = room(idx, world, args.experts)
-        dispatcher = build_dispatcher(config, **shape, dtype=dtype, device=device)
+        dispatcher = build_dispatcher(config, **inputs.shape, dtype=x.dtype, device=device)
         figures = measure_backend(dispatcher, idx, weight, x, repeats=args.repeats)
         if isinstance(dispatcher, BlockDispatcher):
             figures |= _block_floor(dispatcher, idx, x, args)
         result["backends"][name] = figures
         if rank == 0:
-            _print(name, figures, remote["route" if kind == "block" or form == "route" else "token"])
+            _print(name, figures, remote["token" if unique else "route"])
         dispatcher.close()
     figures = result["backends"]
     if "block" in figures and "rowwise" in figures and rank == 0:
         result["rowwise_speedup"] = figures["block"]["total_ms"] / figures["rowwise"]["total_ms"]
         print(f"rowwise_speedup {result['rowwise_speedup']:.2f} (block / rowwise, plan + dispatch + combine)")
     return result
-
-
-def _remote_bytes(idx: Tensor, local_experts: int, rank: int, world: int, row: int) -> dict[str, int]:
-    """Bytes of rows that must leave this rank: one row per route, and one per (token, rank)."""
-    dest = torch.where(idx >= 0, idx // local_experts, rank)
-    others = [r for r in range(world) if r != rank]
-    return {
-        "route": int((dest != rank).sum()) * row,
-        "token": sum(int((dest == r).any(1).sum()) for r in others) * row,
-    }
 
 
 @torch.no_grad()
@@ -112,7 +84,7 @@ def measure_backend(
     }
     out: dict[str, Any] = {name: timing.as_dict() for name, timing in timings.items()}
     out |= {f"{name}_ms": timing.median for name, timing in timings.items()}
-    return out
+    return out | {"spans": [asdict(s) for s in whole.spans]}
 
 
 @torch.no_grad()
@@ -164,5 +136,14 @@ def _print(name: str, figures: dict[str, Any], remote: int) -> None:
             f"{'':14s} exchanges alone {figures['exchanges_alone_ms']:.3f} ms, permutations alone"
             f" {figures['permutations_alone_ms']:.3f} ms: total is {figures['total_ms'] / floor:.2f} × their sum"
         )
-    for phase, ms in sorted(figures["total"]["phases"].items(), key=lambda item: -item[1]):
-        print(f"{'':14s}   {phase:28s} {ms:8.3f} ms")
+    print_spans(figures["spans"])
+
+
+def print_spans(spans: list[dict[str, Any]], rest: str = "between the phases") -> None:
+    """One line a span; on GPUs the device's time, what runs beside it on other streams, and the host's."""
+    on_device = any(s["device_ms"] for s in spans)
+    for s in spans:
+        device = f"{s['device_ms']:8.3f} ms + {s['side_ms']:.3f} beside it   host " if on_device else ""
+        inside = any(other["path"].startswith(f"{s['path']} > ") for other in spans)
+        name = f"{s['path']} > rest" if inside else s["path"] or rest
+        print(f"{'':14s}   {name:44s} {device}{s['host_ms']:8.3f} ms")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import dispatch, tune
+from . import dispatch, layer, tune
+from .plots import plot_phases
 
-COMMANDS = {"dispatch": dispatch.run, "tune": tune.run}
+COMMANDS = {"dispatch": dispatch.run, "layer": layer.run, "tune": tune.run}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -25,6 +27,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         dist.init_process_group("gloo")
     result = COMMANDS[args.command](args, device)
     rank = dist.get_rank()
+    if args.command != "tune" and args.plot is not None and rank == 0:
+        plot_phases(result, Path(args.plot))
     dist.barrier()
     dist.destroy_process_group()
     return result if rank == 0 else None

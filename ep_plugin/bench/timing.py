@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+
+from .spans import Span, mean_over_ranks, meet, read_spans, record
 
 SPIN_CYCLES = (
     20_000_000  # the GPU idles this long (10 ms at 2 GHz) before a timed region, while the host enqueues all of it
@@ -18,15 +20,22 @@ SPIN_CYCLES = (
 @dataclass
 class Timing:
     """Milliseconds. ``median``: the largest over ranks of each rank's median; ``low`` and ``high``: quartiles on that
-    rank; ``phases``: mean per call of each span, largest over ranks."""
+    rank; ``spans``: the named ranges of a step, means over ranks."""
 
     median: float
     low: float
     high: float
-    phases: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+    @property
+    def phases(self) -> dict[str, float]:
+        """Each span's time: the device's where it has any, else the host's."""
+        on_device = any(s.device_ms for s in self.spans)
+        return {s.path: s.device_ms if on_device else s.host_ms for s in self.spans}
+
+    def as_dict(self) -> dict[str, float]:
+        """Without the spans."""
+        return {"median": self.median, "low": self.low, "high": self.high}
 
 
 def measure(
@@ -41,31 +50,39 @@ def measure(
     """Time ``fn``, which all ranks call together.
 
     On a GPU by events, each call behind a short idle kernel so that the host's launches are not part of it
-    (``queue=False`` for work that waits for the host by nature). ``phases`` profiles extra calls and reads the spans
-    named ``ep/…``."""
+    (``queue=False`` for work that waits for the host by nature). ``phases`` profiles extra calls and reads their
+    spans."""
     for _ in range(warmup):
         fn()
     times = [_once(fn, device, queue) for _ in range(repeats)]
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
-    own = [statistics.median(times), quartiles[0], quartiles[2]]
-    everyone: list[list[float]] = [own]
-    if dist.is_initialized():
-        gathered: list[list[float] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        everyone = [g for g in gathered if g is not None]
-    median, low, high = max(everyone)
-    return Timing(median, low, high, _phases(fn, device) if phases else {})
+    median, low, high = _slowest([statistics.median(times), quartiles[0], quartiles[2]])
+    return Timing(median, low, high, mean_over_ranks(read_spans(record(fn, device))) if phases else [])
 
 
-def _meet(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if dist.is_initialized():
-        dist.barrier()
+def measure_host(fn: Callable[[], object], device: torch.device, *, repeats: int = 20) -> float:
+    """Milliseconds until ``fn`` returns, whatever the device still has to do: median, the largest over ranks."""
+    times = []
+    for _ in range(repeats):
+        meet(device)
+        start = time.perf_counter()
+        fn()
+        times.append((time.perf_counter() - start) * 1e3)
+    meet(device)
+    return _slowest([statistics.median(times)])[0]
+
+
+def _slowest(own: list[float]) -> list[float]:
+    """The largest over ranks of ``own`` by its first number; collective."""
+    if not dist.is_initialized():
+        return own
+    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    return max(everyone)
 
 
 def _once(fn: Callable[[], object], device: torch.device, queue: bool) -> float:
-    _meet(device)
+    meet(device)
     if device.type == "cpu":
         start = time.perf_counter()
         fn()
@@ -80,27 +97,3 @@ def _once(fn: Callable[[], object], device: torch.device, queue: bool) -> float:
     last.record()
     torch.cuda.synchronize(device)
     return first.elapsed_time(last)
-
-
-def _phases(fn: Callable[[], object], device: torch.device, calls: int = 5) -> dict[str, float]:
-    cuda = device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    _meet(device)
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(calls):
-            _meet(device)
-            fn()
-        _meet(device)
-    spans = {}
-    for event in profile.key_averages():
-        if event.key.startswith("ep/"):
-            total = event.device_time_total if cuda else event.cpu_time_total
-            spans[event.key.removeprefix("ep/")] = total / calls / 1e3
-    if not dist.is_initialized():
-        return spans
-    gathered: list[dict[str, float] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, spans)
-    names = dict.fromkeys(name for g in gathered if g for name in g)
-    return {name: max(g.get(name, 0.0) for g in gathered if g) for name in names}
