@@ -90,7 +90,7 @@ def quantize_torch(
     values = x.to(torch.float32)
     if row_weight is not None:
         values = values * row_weight.to(torch.float32).unsqueeze(-1)
-    blocks = values.reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = values.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
     scale = scale_bytes_torch(_magnitude_bits(blocks).amax(-1), rounding)
     if out is None:
         out = torch.empty((*x.shape[:-1], nbytes), dtype=torch.uint8, device=x.device)
@@ -102,7 +102,7 @@ def quantize_torch(
 def dequantize_torch(records: Tensor, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
     """Records [R, D + D/32] → [R, D]. Exact in float32, and in bfloat16 down to its smallest number."""
     data, scale = split_records(records)
-    blocks = data.to(torch.float32).unflatten(-1, (-1, BLOCK)) * power_of_two_torch(scale).unsqueeze(-1)
+    blocks = data.to(torch.float32).unflatten(-1, (scale.shape[-1], BLOCK)) * power_of_two_torch(scale).unsqueeze(-1)
     values = blocks.flatten(-2)
     return values.to(dtype) if out is None else out.copy_(values)
 

@@ -22,8 +22,9 @@ from .mxfp8_triton_common import (
 )
 from .triton_common import Launch, narrow, require_contiguous, tl, triton
 
-CODEC = Launch(4224, block=2048)
-ROWS = Launch(4224, block=2048)  # a program makes whole rows
+ENCODE = Launch(4224, block=2048)
+DECODE = Launch(4224, block=1024)  # 16 bytes of bfloat16 for each of 128 threads
+ROWS = Launch(4224, block=1024)  # a program makes whole rows
 SWIZZLE = Launch(1056)
 
 
@@ -57,7 +58,7 @@ def quantize(
     *,
     row_weight: Tensor | None = None,
     num_rows: Tensor | None = None,
-    launch: Launch = CODEC,
+    launch: Launch = ENCODE,
 ) -> None:
     """``x`` [RB, D] (times ``row_weight`` float32 [RB]) → ``records`` uint8 [RB, D + D/32], as ``quantize_torch``."""
     require_contiguous(x=x, records=records, row_weight=row_weight)
@@ -83,7 +84,7 @@ def _dequantize(records, out, num_rows, bound, D: tl.constexpr, N: tl.constexpr)
         tl.store(out + row * D + cols, narrow(values, out.dtype.element_ty), mask=(group < D // 32)[:, None])
 
 
-def dequantize(records: Tensor, out: Tensor, *, num_rows: Tensor | None = None, launch: Launch = CODEC) -> None:
+def dequantize(records: Tensor, out: Tensor, *, num_rows: Tensor | None = None, launch: Launch = DECODE) -> None:
     """``records`` uint8 [RB, D + D/32] → ``out`` [RB, D] of any float dtype, as ``dequantize_torch``."""
     require_contiguous(records=records, out=out)
     rows, width = out.shape
@@ -110,8 +111,7 @@ def _quantize_rowwise(x, data, scales, num_rows, bound, D: tl.constexpr, CEIL: t
         for block in range(blocks):
             group = block * N + tl.arange(0, N)
             inside = group < D // 32
-            if blocks > 1:  # else the row is still here
-                values = load_float32(x + row * D, group, inside)
+            values = load_float32(x + row * D, group, inside)  # from the cache
             cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
             tl.store(data + row * D + cols, to_elements(values, scale), mask=inside[:, None])
 
