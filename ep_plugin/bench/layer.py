@@ -35,15 +35,11 @@ class Step:
     def __init__(self, name: str, dispatcher: Dispatcher[Any], inputs: Inputs, width: int) -> None:
         self.name, self.dispatcher, self.inputs = name, dispatcher, inputs
         x, local = inputs.x, dispatcher.num_local_experts
-        self.experts = GroupedMLP(
-            dispatcher.num_experts,
-            dispatcher.hidden_size,
-            width,
-            first_expert=dispatcher.rank * local,
-            num_local=local,
-            dtype=x.dtype,
-            device=x.device,
-        )
+        # Initial values that every sharding shares are drawn on the host, which takes long for large experts.
+        experts = GroupedMLP(local, dispatcher.hidden_size, width, dtype=x.dtype, device="meta")
+        self.experts = experts.to_empty(device=x.device)
+        for parameter in self.experts.parameters():
+            torch.nn.init.normal_(parameter, std=parameter.shape[2] ** -0.5)
         self.x, self.weight = x.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
         self.grad = torch.randn_like(x)
 
