@@ -178,6 +178,7 @@ class PluginTokenDispatcher(MoETokenDispatcher):
                 f"local_expert_indices={list(local_expert_indices)}: EP rank {dist.get_rank(self.ep_group)} of"
                 f" {self.ep_size} must hold experts {first} to {first + num_local_experts - 1}"
             )
+        self.descending: Callable[[], bool] | None = None  # our experts say how their weights lie
         self._step: Step | None = None
         self._free_between_calls = bool(config.overlap_moe_expert_parallel_comm)
         shared.add(self)
@@ -201,6 +202,8 @@ class PluginTokenDispatcher(MoETokenDispatcher):
                 # The router has filled every expert's capacity with other tokens, of probability 0: padding needs none.
                 routing_map = routing_map & (probs != 0)
             topk_idx, weights = routes_from_map(routing_map, probs, self.max_routes)
+            if self.descending is not None and self.descending():
+                topk_idx = self._reversed(topk_idx)
         state = dispatcher.plan(topk_idx, layer=self.layer, x=x)
         capacity = self._capacity(x.shape[0])
         rows_on_host = self.experts == "megatron" and (capacity is None or self.tp_size > 1)
@@ -211,6 +214,18 @@ class PluginTokenDispatcher(MoETokenDispatcher):
         if self._free_between_calls:
             step.hidden, x = x.detach(), Hide.apply(x)
         return x, weights
+
+    def _reversed(self, topk_idx: Tensor) -> Tensor:
+        """The ids of the experts with those of each rank in reverse, so that their rows arrive in reverse."""
+        if self.shared.config.capacity.policy in ("rank", "source"):
+            raise ValueError(
+                f"capacity.policy={self.shared.config.capacity.policy!r} drops by the order of the experts, and"
+                " experts='plugin' must reverse it for weights that lie in descending order in memory: use 'expert' or"
+                " 'dropless', or experts='megatron'"
+            )
+        last = self.num_local_experts - 1
+        within = topk_idx % self.num_local_experts
+        return torch.where(topk_idx < 0, topk_idx, topk_idx + last - 2 * within)
 
     def _capacity(self, tokens: int) -> int | None:
         """Rows per (source, expert) under moe_pad_expert_input_to_capacity, as the router has dropped them."""

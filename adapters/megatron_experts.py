@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from torch import Tensor, nn
@@ -29,11 +30,35 @@ class PluginExperts:
             config.recompute_modules or ()
         )
         self.projections = projections_of(module, dispatcher.num_local_experts)
+        self._seen: tuple[int, ...] | None = None
+        self._descending = False
         for parameters in self._groups():
             lay_out(parameters)
+        dispatcher.descending = self.descending
 
     def _groups(self) -> list[list[nn.Parameter]]:
         return [group for projection in self.projections for group in projection.parameters() if group]
+
+    def descending(self) -> bool:
+        """Whether the weights lie in descending order of the experts, so that rows must arrive in it too.
+
+        Collective over the EP group when the weights have moved, which they do on all ranks alike; ``ValueError`` where
+        the ranks differ.
+        """
+        groups = self._groups()
+        seen = tuple(p.data_ptr() for group in groups for p in (group[0], group[-1]))
+        if seen != self._seen:
+            own = {lay_out(group) < 0 for group in groups}
+            every: list[set[bool] | None] = [None] * self.dispatcher.ep_size
+            dist.all_gather_object(every, own, group=self.dispatcher.ep_group)
+            if any(orders != own for orders in every) or len(own) > 1:
+                raise ValueError(
+                    "experts='plugin' needs the weights of all experts in one order in memory, ascending or descending;"
+                    f" descending by EP rank: {every}: use experts='megatron'"
+                )
+            self._descending = own.pop()
+            self._seen = tuple(p.data_ptr() for group in groups for p in (group[0], group[-1]))
+        return self._descending
 
     def __call__(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Rows [N, H] and their probabilities [N] → ([N, H], None), as Megatron's experts."""

@@ -68,45 +68,50 @@ def projections_of(experts: nn.Module, num_local: int) -> tuple[Projection, Proj
 
 
 def spacing(parameters: Sequence[nn.Parameter]) -> int | None:
-    """Elements from one parameter to the next where they lie evenly, one behind the other, in one storage."""
+    """Elements from one parameter to the next where they lie evenly in one storage, negative in descending order.
+
+    None where they do not, or overlap. The distributed optimizer's buffers hold the experts in descending order.
+    """
     first = parameters[0]
     if len(parameters) == 1:
         return first.numel()
     at = [int(p.storage_offset()) for p in parameters]
     step = at[1] - at[0]
-    even = all(b - a == step for a, b in zip(at, at[1:], strict=False)) and step >= first.numel()
+    even = all(b - a == step for a, b in zip(at, at[1:], strict=False)) and abs(step) >= first.numel()
     one_storage = len({p.untyped_storage().data_ptr() for p in parameters}) == 1
     return step if even and one_storage and all(p.is_contiguous() for p in parameters) else None
 
 
 @torch.no_grad()
-def lay_out(parameters: Sequence[nn.Parameter]) -> None:
-    """Put ``parameters`` (alike in shape) one behind the other in one storage, unless they already lie evenly.
+def lay_out(parameters: Sequence[nn.Parameter]) -> int:
+    """Put ``parameters`` (alike in shape) one behind the other in one storage, unless they already lie evenly; gives
+    their ``spacing``.
 
     ``ValueError`` where they are parts of somebody's buffer: moving them would take them out of it.
     """
-    first = parameters[0]
-    if spacing(parameters) is not None or first.is_meta:
-        return
+    first, step = parameters[0], spacing(parameters)
+    if step is not None or first.is_meta:
+        return first.numel() if step is None else step
     for p in parameters:
         if p.untyped_storage().nbytes() != p.numel() * p.element_size():
             raise ValueError(
-                "experts='plugin' reads the experts' weights where they lie, evenly spaced in ascending order; these"
-                " are parts of another buffer in another order (the distributed optimizer's, perhaps): use"
-                " experts='megatron', or use_distributed_optimizer=False"
+                "experts='plugin' reads the experts' weights where they lie, evenly spaced; these are parts of another"
+                f" buffer, at {[int(p.storage_offset()) for p in parameters]}: use experts='megatron', or, if it is"
+                " the distributed optimizer's, a larger bucket_size"
             )
     together = torch.stack([p.data for p in parameters])
     for p, row in zip(parameters, together, strict=True):
         p.data = row
+    return first.numel()
 
 
 def stack(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """``parameters`` as one tensor [E_l, ...] over their own memory, differentiable.
+    """``parameters`` as one tensor [E_l, ...] over their own memory, differentiable; the last expert comes first where
+    they lie in descending order.
 
     Lays them out again where something has moved them (a change of device or dtype)."""
-    if spacing(parameters) is None:
-        lay_out(parameters)
-    stacked: Tensor = _Stack.apply(spacing(parameters), *parameters)
+    step = lay_out(parameters)
+    stacked: Tensor = _Stack.apply(abs(step), *(parameters if step > 0 else parameters[::-1]))
     return stacked
 
 

@@ -1,7 +1,6 @@
 """Small Megatron models on CPU and gloo, for comparing its own dispatchers with ours.
 
-Megatron's alltoall dispatcher, routers, pipeline transport and checkpointed regions ask for CUDA; ``on_cpu`` gives them
-what they ask for, once per process. Legend: E experts, H hidden size, S sequence length.
+Legend: E experts, H hidden size, S sequence length.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tests.dist import Pool
 
@@ -94,40 +92,14 @@ def use_version(folder: str | None) -> None:
         on_cpu()
 
 
-class _NoStream:
-    """What a CUDA stream or event does where there is none: nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: self
-
-
-class _CudaIsCpu(TorchFunctionMode):
-    """Tensors that are asked for on CUDA are made on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
-
-
 @functools.lru_cache(maxsize=1)
 def on_cpu() -> None:
-    """Once per process: no-op streams, CPU as the current device, gloo where Megatron counts on NCCL."""
-    from megatron.core.tensor_parallel import random as mcore_random
-    from megatron.core.transformer import torch_norm
-    from megatron.core.transformer.moe import moe_utils, shared_experts, token_dispatcher
+    """Once per process, what Megatron's own dispatchers need besides ``cuda_is_cpu``."""
+    from megatron.core.transformer.moe import token_dispatcher
 
-    stream = _NoStream()
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.current_stream = lambda *args: stream  # type: ignore[assignment,return-value]
-    torch.cuda.stream = lambda *args: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *args: None  # type: ignore[assignment]
-    torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
-    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
-    shared_experts.SharedExpertMLP.stream = stream
+    from ep_plugin.adapters.megatron_cpu import NoStream
+
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = NoStream()
     to_cpu = token_dispatcher.maybe_move_tensor_to_cpu
 
     def splits_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -136,14 +108,6 @@ def on_cpu() -> None:
         return to_cpu(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = splits_to_cpu
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 without Transformer Engine
-    mcore_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    mcore_random._set_cuda_rng_state = lambda *args, **kwargs: None
-    # Megatron's plain torch norm refuses sequence parallelism, because nobody reduces its gradients there.
-    torch_norm.WrappedTorchNorm.__new__ = lambda cls, config, hidden_size, eps=1e-5, **kwargs: nn.LayerNorm(  # type: ignore
-        hidden_size, eps
-    )
     all_gather = dist.all_gather
 
     def uneven_all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -196,6 +160,8 @@ def parallel(**sizes: Any) -> Iterator[None]:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    from ep_plugin.adapters.megatron_cpu import cuda_is_cpu
+
     parallel_state.initialize_model_parallel(
         sizes.get("tp", 1),
         sizes.get("pp", 1),
@@ -206,7 +172,7 @@ def parallel(**sizes: Any) -> Iterator[None]:
     )
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     try:
-        with contextlib.nullcontext() if torch.cuda.is_available() else _CudaIsCpu():
+        with cuda_is_cpu():
             yield
     finally:
         MoEAuxLossAutoScaler.main_loss_backward_scale = None  # the last schedule's, which a lone layer must not see

@@ -204,3 +204,54 @@ def test_distributed_checkpoints_do_not_depend_on_the_plugin(run: mm.Run, tmp_pa
     """Experts stored under other keys, or whose laid-out weights are not what is saved."""
     for found in run(saved_and_loaded, 4, str(tmp_path)):
         assert all(found.values()), found
+
+
+def megatrons_trainer(rank: int, world: int) -> dict[str, list[Any]]:
+    """Losses and gradient norms with Megatron's own gradient buffers, finalising and optimizers, by dispatcher and
+    optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from ep_plugin.adapters.megatron import use_dispatcher
+
+    found: dict[str, list[Any]] = {}
+    sizes = dict(ep=2, tp=2, etp=1)
+    with mm.parallel(**sizes):
+        for name, ep, experts, distributed in (
+            ("alltoall", None, "megatron", False),
+            ("alltoall, distributed", None, "megatron", True),
+            ("rowwise", EPConfig(), "megatron", True),
+            ("our experts", EPConfig(form="route"), "plugin", False),
+            ("our experts, distributed", EPConfig(), "plugin", True),
+        ):
+            cfg = mm.config(sizes, finalize_model_grads_func=finalize_model_grads, **AUX)
+            (model,) = mm.chunks(cfg)
+            handle = None if ep is None else use_dispatcher(model, ep, experts=experts)
+            settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
+            wrapped = [DistributedDataParallel(config=cfg, ddp_config=settings, module=model)]
+            adam = OptimizerConfig(optimizer="adam", lr=3e-3, clip_grad=1.0, use_distributed_optimizer=distributed)
+            optimizer = get_megatron_optimizer(adam, wrapped)
+            seen = []
+            for step in range(3):
+                wrapped[0].zero_grad_buffer()
+                optimizer.zero_grad()
+                losses = mm.run_step(cfg, wrapped, [mm.tokens(10 * step + rank // 2 + i) for i in range(2)])
+                _, norm, _ = optimizer.step()
+                seen += [*losses, norm]
+            found[name] = seen
+            if experts == "plugin":
+                found[f"{name} descending"] = [model.decoder.layers[0].mlp.token_dispatcher.descending()]
+            if handle is not None:
+                handle.close()
+    return found
+
+
+def test_megatrons_buffers_and_optimizers_work_with_ours(run: mm.Run) -> None:
+    """Weights that the distributed optimizer updates elsewhere than where our experts read them; gradients that
+    miss Megatron's buffers; a norm that counts experts twice."""
+    for found in run(megatrons_trainer, 4):
+        reference = found["alltoall"]
+        for name in ("alltoall, distributed", "rowwise", "our experts", "our experts, distributed"):
+            assert found[name] == pytest.approx(reference, rel=1e-4), name
+        assert reference[0] != reference[3]
+        assert found["our experts descending"] == [False] and found["our experts, distributed descending"] == [True]

@@ -200,14 +200,19 @@ def test_weights_of_all_experts_are_one_tensor_over_their_own_memory():
     assert up.stacked()[0].dtype == torch.float64 and spacing(up.parameters()[0]) == 8
 
 
-def test_weights_inside_somebodys_buffer_are_not_moved():
+def test_weights_inside_somebodys_buffer_are_read_there():
     """Parameters taken out of the distributed optimizer's buffer, which would then no longer update them."""
-    buffer = torch.zeros(2, 3, 4)
-    descending = [nn.Parameter(part) for part in buffer.unbind(0)][::-1]
-    with pytest.raises(ValueError, match="use_distributed_optimizer"):
-        stack(descending)
-    ascending = descending[::-1]
-    assert stack(ascending).data_ptr() == buffer.data_ptr()
+    buffer = torch.randn(3, 5, 4)
+    ascending = [nn.Parameter(part[:3]) for part in buffer]
+    assert stack(ascending).data_ptr() == buffer.data_ptr() and spacing(ascending) == 20
+    descending = ascending[::-1]
+    stacked = stack(descending)
+    assert spacing(descending) == -20 and stacked.data_ptr() == buffer.data_ptr()
+    assert torch.equal(stacked[0], descending[2])
+    (stacked * torch.arange(3.0).view(3, 1, 1)).sum().backward()
+    assert [float(p.grad.mean()) for p in descending] == [2, 1, 0]
+    with pytest.raises(ValueError, match=r"at \[0, 40, 20\].*experts='megatron'.*bucket_size"):
+        stack([ascending[0], ascending[2], ascending[1]])
 
 
 def test_unknown_experts_are_refused():
