@@ -54,9 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     whole = commands.add_parser("layer", help="a whole MoE step of every backend, with experts, forward and backward")
     _backends(whole)
     _shape(whole)
-    whole.add_argument("-F", "--width", type=int, default=256, help="expert width")
+    whole.add_argument("-F", "--width", type=int, default=128, help="expert width")
     whole.add_argument("--trace", default=None, help="write a trace of all ranks for Perfetto to this file")
-    whole.set_defaults(tokens=1024)
+    whole.set_defaults(tokens=512)
     _shape(commands.add_parser("tune", help="chunk count and launch widths of rowwise on GPUs for a shape"))
     return parser
 
