@@ -82,9 +82,10 @@ class EPConfig:
     is applied (``hidden`` before the down projection, ``input`` before the up projection, ``output`` in the sum on the
     expert rank, ``source`` in the sum at the token). ``max_tokens``: the most tokens a rank passes to one layer call;
     ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
-    payload buffers, one per forward in flight; ``None`` grows on demand (CPU). ``timeout_s``: how long any wait for a
-    peer lasts before it fails and stops the group. ``diagnostic_fill`` clears (``zero``) or poisons (``nan``) every
-    buffer before use; it costs a pass over the whole buffer and is for debugging."""
+    payload buffers, one per forward in flight (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on
+    GPUs. ``timeout_s``: how long any wait for a peer lasts before it fails and stops the group. ``diagnostic_fill``
+    clears (``zero``) or poisons (``nan``) every buffer before use; it costs a pass over the whole buffer and is for
+    debugging."""
 
     dispatcher: str = "rowwise"
     form: str = "dedup"

@@ -162,9 +162,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             return None, None
         tensor = slot.tensor()
         if self.config.diagnostic_fill != "none":
-            tensor.fill_(
-                0 if self.config.diagnostic_fill == "zero" else 0xFF
-            )  # all-ones bytes are NaN in every float dtype
+            # Bytes of ones are NaN in every float dtype.
+            tensor.fill_(0 if self.config.diagnostic_fill == "zero" else 0xFF)
         return slot, tensor
 
     def _advertise(self, operation: str, layer: str, pool: SlotPool) -> tuple[Slot, Tensor, list[int]]:
@@ -208,6 +207,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             raise RuntimeError(
                 f"all {slots} payload slots are leased on EP ranks {short}: slots={self.config.slots} must be at least"
                 " the number of MoE forwards in flight plus the MoE layers of one checkpointed region"
+                " (ep_plugin.dispatch.slots_for)"
             )
         pool.grow(slots=slots + max(1, slots // 2))
 
@@ -286,9 +286,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             self._more_slots(self.payload, handles)
             return
         most = int(tokens.max())
-        if (
-            most > self.max_tokens
-        ):  # by half as much again, so that slowly growing batches do not grow the heap each time
+        if most > self.max_tokens:
+            # By half as much again, so that slowly growing batches do not grow the heap each time.
             most = max(64, -(-max(most, self.max_tokens * 3 // 2) // 64) * 64)
         self._grow(most, self._rows_needed(route_map), self.config.slots or 2, 2)
 

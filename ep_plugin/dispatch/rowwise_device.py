@@ -163,8 +163,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         if slot is None:
             raise RuntimeError(
                 f"all {self.slots} {pool.label} slots of EP rank {self.rank} are leased at layer {layer!r}:"
-                f" slots={self.slots}"
-                " must be at least the number of MoE forwards in flight plus the MoE layers of one checkpointed region"
+                f" slots={self.slots} must be at least the number of MoE forwards in flight plus the MoE layers of one"
+                " checkpointed region (ep_plugin.dispatch.slots_for)"
             )
         tensor = slot.tensor()
         self._keep(tensor)  # a graph's replay writes it again, whoever is alive then
