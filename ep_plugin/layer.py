@@ -81,7 +81,8 @@ def moe_step(
     weight_at: WeightAt = dispatcher.config.weight_at  # type: ignore[assignment]  # validated
     state = dispatcher.plan(topk_idx, layer=layer, x=x)
     if observe is not None:
-        observe(state)
+        with dispatcher.guard("observe", layer):
+            observe(state)
     dispatched = dispatcher.dispatch(state, x, topk_weight)
     with dispatcher.guard("experts", layer):
         y = connected(experts(dispatched, weight_at), dispatched.rows)
