@@ -107,6 +107,13 @@ FAULTS = [
         "experts ran out of memory",
         "experts",
     ),
+    Fault(
+        "metrics fail",
+        lambda d, i, experts: moe_step(d, i.x, i.idx, i.weight, experts, layer="layers.1", observe=no_memory),
+        RuntimeError,
+        "ran out of memory",
+        "observe",
+    ),
 ]  # fmt: skip
 
 

@@ -6,6 +6,8 @@ expert parameters of the whole model.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -61,18 +63,24 @@ def test_each_rank_stores_its_share_and_gets_as_many_rows_as_it_sends(pool, worl
             }, path
 
 
-def bytes_of_a_step(rank: int, world: int, problem: Problem) -> dict[tuple[str, str], tuple[int, int]]:
-    """(bytes sent in forward, in backward) of each path, as the dispatcher counts them."""
+def bytes_of_a_step(rank: int, world: int, problem: Problem) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """Bytes sent in forward, in backward, and in one that needs no gradient of x, as counted by the dispatcher."""
     mine, experts = make_inputs(problem)[rank], make_experts(problem, rank, world)
     sent = {}
     for path, weight_at in (("dedup", "hidden"), ("dedup", "output"), ("route", "hidden"), ("route", "source")):
         dispatcher = problem.dispatcher(path, weight_at)
-        x, weight = mine.x.clone().requires_grad_(), mine.weight.clone().requires_grad_()
-        out = moe_step(dispatcher, x, mine.idx, weight, experts)
-        forward = dispatcher.stats()["bytes_sent"]
-        out.backward(mine.upstream)
-        sent[path, weight_at] = (forward, dispatcher.stats()["bytes_sent"] - forward)
+        counted = [0]
+        for need_x in (True, False):
+            x, weight = mine.x.clone().requires_grad_(need_x), mine.weight.clone().requires_grad_()
+            out = moe_step(dispatcher, x, mine.idx, weight, experts)
+            counted.append(dispatcher.stats()["bytes_sent"])
+            out.backward(mine.upstream)
+            counted.append(dispatcher.stats()["bytes_sent"])
         dispatcher.close()
+        forward, backward, again, without_x = (b - a for a, b in itertools.pairwise(counted))
+        if again != forward:
+            raise AssertionError(f"{forward} bytes in the first forward and {again} in the second")
+        sent[path, weight_at] = (forward, backward, without_x)
     return sent
 
 
@@ -95,9 +103,10 @@ def test_bytes_sent_are_those_of_distinct_ranks_or_of_routes(pool, tokens, route
         to_others = sum(len({r for r in token if r is not None} - {rank}) for token in own)
         for_others = sum(rank in token for source in range(world) if source != rank for token in ranks[source])
         by_route = sum(r is not None and r != rank for token in own for r in token)
-        for (path, weight_at), (forward, backward) in sent.items():
-            want = (to_others + for_others) * row if path == "dedup" else 2 * by_route * row
-            assert (forward, backward) == (want, want), (rank, path, weight_at)
+        for (path, weight_at), (forward, backward, without_x) in sent.items():
+            there, back = (to_others, for_others) if path == "dedup" else (by_route, by_route)
+            assert forward == backward == (there + back) * row, (rank, path, weight_at)
+            assert without_x == there * row, (rank, path, weight_at)
         if routes == "distinct" and world == 2 and own:
             assert by_route == 4 * to_others, "top-8 on two ranks: dedup sends a quarter"
 

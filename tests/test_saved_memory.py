@@ -51,12 +51,14 @@ def saved_by_one_forward(rank: int, world: int, form: str) -> dict[str, object]:
         return any(int(b.ptrs[rank]) <= start and end <= int(b.ptrs[rank]) + b.nbytes for b in buffers)
 
     pools = dispatcher.pools
+    scratch_slots = pools.scratch.stats().peak
     payload, scratch = ([s.buffer for s in pool._segments] for pool in (pools.payload, pools.scratch))
     parameters = {p.untyped_storage().data_ptr() for p in experts.parameters()}
     kept = [t for place, t in saved.tensors.items() if place not in parameters]
     rows, y = seen["rows"], seen["y"]
     result = {
         "R": len(rows),
+        "scratch slots": scratch_slots,
         "rows in payload": inside(rows, payload),
         "y in scratch": inside(y, scratch),
         "rows in scratch": inside(rows, scratch),  # must be False: the check can fail
@@ -80,6 +82,7 @@ def test_one_row_form_reads_and_writes_symmetric_memory_in_place(pool):
         assert (
             result["R"] > 0 and result["rows in payload"] and result["y in scratch"] and not result["rows in scratch"]
         )
+        assert result["scratch slots"] == 1, "the output was copied to a second slot for the peers"
         assert result["saved rows"], "the up projection saved something else than the rows it was given"
         big = [entry for entry in result["saved"] if entry[0] == (result["R"], PROBLEM.hidden)]
         assert [entry[2:] for entry in big] == [(True, False)], big  # saved once, and y not at all
