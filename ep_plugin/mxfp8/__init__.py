@@ -1,0 +1,1 @@
+"""MXFP8 expert parallelism: codec, expert GEMMs, and the autograd node of a whole MoE step."""

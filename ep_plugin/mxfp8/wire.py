@@ -1,0 +1,76 @@
+"""How rows travel: as they are, or as MXFP8 records.
+
+Legend: n rows, D hidden size, W bytes of a record (D + D/32) or elements of a plain row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from ..kernels.mxfp8 import record_bytes
+from .codec import dequantize, quantize
+from .config import MXFP8Config
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The format of one movement. ``plain`` is the rows' dtype outside."""
+
+    records: bool
+    hidden_size: int
+    plain: torch.dtype
+    rounding: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what travels."""
+        return torch.uint8 if self.records else self.plain
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return record_bytes(self.hidden_size) if self.records else self.hidden_size
+
+    @property
+    def nbytes(self) -> int:
+        """Of one row on the wire."""
+        return self.width * self.dtype.itemsize
+
+    def encode(self, rows: Tensor, *, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Plain ``rows`` [n, D] (times ``weights`` float32 [n]) → what travels, [n, W], in ``out`` if given.
+
+        Rounded once: a product with the weight is not rounded before it is quantised."""
+        if self.records:
+            return quantize(rows, row_weight=weights, rounding=self.rounding, out=out)
+        if weights is not None:
+            rows = (rows.to(weights.dtype) * weights.unsqueeze(1)).to(self.plain)
+        return rows.to(self.plain) if out is None else out.copy_(rows)
+
+    def decode(self, rows: Tensor) -> Tensor:
+        """What travelled, [n, W] → plain rows [n, D]."""
+        return dequantize(rows, self.plain) if self.records else rows
+
+
+@dataclass(frozen=True)
+class Wires:
+    """One for each movement of Table 8."""
+
+    dispatch: Wire
+    combine: Wire
+    combine_backward: Wire
+    dispatch_backward: Wire
+
+    @staticmethod
+    def of(config: MXFP8Config, hidden_size: int, plain: torch.dtype) -> Wires:
+        """As ``config.legs`` says. Raises ``ValueError`` for a hidden size or dtype that MXFP8 cannot carry."""
+        record_bytes(hidden_size)
+        if plain not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"MXFP8 rows are made of bfloat16, float16 or float32, not of {plain}")
+
+        def wire(leg: str) -> Wire:
+            return Wire(getattr(config.legs, leg) == "mxfp8", hidden_size, plain, config.rounding)
+
+        return Wires(**{leg.name: wire(leg.name) for leg in fields(config.legs)})
