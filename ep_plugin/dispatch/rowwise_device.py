@@ -97,6 +97,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)  # what route maps could not raise
         self.captured: list[Tensor] = []  # what belongs to a captured graph
         self.side = torch.cuda.Stream(self.device)
+        self.readers: list[torch.cuda.Stream] = []
         self.launches = Launches.of(self.config.launch)  # and chunks, with the buffers
         self.early = self.config.launch.early
         if self.config.max_tokens is not None:
@@ -157,6 +158,11 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.heap.group)
         self._make(max(1, int(most)), 0)
 
+    def reads_on(self, stream: torch.cuda.Stream) -> None:
+        """Tell that ``stream`` reads dispatched rows too (a weight gradient that is computed later, say): a slot is then
+        advertised again only after what was enqueued on it. The caller's own stream need not be told."""
+        self.readers.append(stream)
+
     def _lease(self, pool: SlotPool, layer: str) -> tuple[int, Tensor]:
         """A free slot: its handle and the tensor that owns it."""
         slot = pool.acquire()
@@ -166,6 +172,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
                 f" slots={self.slots} must be at least the number of MoE forwards in flight plus the MoE layers of one"
                 " checkpointed region (ep_plugin.dispatch.slots_for)"
             )
+        for stream in self.readers:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
         tensor = slot.tensor()
         self._keep(tensor)  # a graph's replay writes it again, whoever is alive then
         if self.config.diagnostic_fill != "none":

@@ -213,6 +213,35 @@ def test_without_leases_only_the_last_layer_is_right(ranks: Ranks) -> None:
     dist.barrier()
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_slot_read_on_another_stream_waits_for_it(ranks: Ranks, told: bool) -> None:
+    """A late weight gradient on a stream of its own reads the next layer's rows; untold, the control must fail."""
+    rank, world, device = ranks
+    heap = open_heap("torch", None, device, 20.0)
+    dispatcher = build(heap, device, form="route", slots=1)
+    late = torch.cuda.Stream()
+    if told:
+        dispatcher.reads_on(late)
+    inputs = [s for s in steps(rank, world, device, 12) if min(s.num_rows) > 16][:3]
+    state = dispatcher.plan(inputs[0].idxs[rank], layer="first")
+    d = dispatcher.dispatch(state, inputs[0].xs[rank], inputs[0].ws[rank])
+    late.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(200_000_000)  # 0.1 s
+        read = d.rows[: inputs[0].num_rows[rank]].clone()
+    del d, state
+    for step in inputs[1:]:
+        state = dispatcher.plan(step.idxs[rank], layer="next")
+        dispatcher.dispatch(state, step.xs[rank], step.ws[rank])
+        del state
+    torch.cuda.synchronize()
+    dispatcher.check()
+    right = torch.tensor([int(torch.equal(read, inputs[0].rows[rank]))], device=device)
+    dist.all_reduce(right, op=dist.ReduceOp.MIN)
+    assert bool(right) == told
+    heap.close()
+
+
 def test_too_few_slots_is_an_error_on_every_rank(ranks: Ranks) -> None:
     """Exhaustion that would otherwise overwrite a payload, or hang the peers."""
     rank, world, device = ranks
