@@ -97,6 +97,15 @@ class SharedDispatchers:
         for built in self._built.values():
             built.check()
 
+    def drop_rate(self) -> Tensor:
+        """float64 scalar on the rows' device: routes dropped by ``capacity`` / routes asked, in the last forward of
+        each layer, over its EP group. Megatron's router drops before that, and its drops are not seen here."""
+        counts = [user.counts for user in self.users if user.counts is not None]
+        if not counts:
+            return torch.zeros((), dtype=torch.float64)
+        asked, accepted = (torch.stack([pair[i].sum() for pair in counts]).sum().double() for i in (0, 1))
+        return (1 - accepted / asked.clamp(min=1)).clamp(min=0)
+
     def stats(self) -> list[dict[str, Any]]:
         """Counters of every dispatcher that was built: bytes sent, slots in use and at peak."""
         return [built.stats() for built in self._built.values()]
@@ -179,6 +188,7 @@ class PluginTokenDispatcher(MoETokenDispatcher):
                 f" {self.ep_size} must hold experts {first} to {first + num_local_experts - 1}"
             )
         self.descending: Callable[[], bool] | None = None  # our experts say how their weights lie
+        self.counts: tuple[Tensor, Tensor] | None = None  # int64 [M, E] asked and accepted in the last forward
         self._step: Step | None = None
         self._free_between_calls = bool(config.overlap_moe_expert_parallel_comm)
         shared.add(self)
@@ -205,6 +215,7 @@ class PluginTokenDispatcher(MoETokenDispatcher):
             if self.descending is not None and self.descending():
                 topk_idx = self._reversed(topk_idx)
         state = dispatcher.plan(topk_idx, layer=self.layer, x=x)
+        self.counts = state.map.counts, state.map.accepted
         capacity = self._capacity(x.shape[0])
         rows_on_host = self.experts == "megatron" and (capacity is None or self.tp_size > 1)
         offsets = HostOffsets(state.map.offsets) if rows_on_host else None

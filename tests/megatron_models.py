@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ep_plugin.adapters.megatron_names import by_global_name
 from tests.dist import Pool
 
 Run = Callable[..., list[Any]]
@@ -270,25 +271,6 @@ def weights_by_name(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         values = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(values * 0.3 if parameter.dim() > 1 or "bias" in name else 1 + 0.1 * values)
-
-
-def by_global_name(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` of ``model``'s parameters, named by global layer number and global expert id."""
-    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    renamed = dict(tensors)
-    for name, module in model.named_modules():
-        if not isinstance(module, TransformerLayer if name else BaseMoELayer):
-            continue  # a layer, or a model that is nothing but one MoE layer
-        moe = getattr(module, "mlp", module)
-        for key in [key for key in renamed if key.startswith(f"{name}." if name else "")]:
-            parts = key.removeprefix(f"{name}.").split(".")
-            if "local_experts" in parts:
-                at = parts.index("local_experts") + 1
-                parts[at] = str(moe.local_expert_indices[int(parts[at])])
-            renamed[".".join(["layer", str(module.layer_number), *parts])] = renamed.pop(key)
-    return renamed
 
 
 def tokens(seed: int, batch: int = 2, seq: int = SEQ) -> Tensor:

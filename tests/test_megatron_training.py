@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_plugin.adapters.megatron_names import by_global_name
 from ep_plugin.config import EPConfig
 from tests import megatron_models as mm
 
@@ -136,7 +137,7 @@ def one_step(sizes: dict[str, int], ep: EPConfig | None, batches: list[Tensor], 
         seen = {f"loss of microbatch {i}": loss for i, loss in enumerate(losses)}
         for model in models:
             mm.reduce_gradients(model)
-            seen |= mm.by_global_name(model, mm.gradients(model))
+            seen |= by_global_name(model, mm.gradients(model))
         if handle is not None:
             handle.close()
         return seen
@@ -174,7 +175,7 @@ def saved_and_loaded(rank: int, world: int, folder: str) -> dict[str, bool]:
     from ep_plugin.adapters.megatron import use_dispatcher
 
     def named(model: Any) -> dict[str, Tensor]:
-        return mm.by_global_name(model, {name: p.detach().clone() for name, p in model.named_parameters()})
+        return by_global_name(model, {name: p.detach().clone() for name, p in model.named_parameters()})
 
     with mm.parallel(ep=2):
         cfg = mm.config(dict(ep=2))

@@ -16,6 +16,8 @@ from ep_plugin.adapters.megatron_rows import Hide, HostOffsets, Padding, Reveal,
 from ep_plugin.adapters.megatron_script import parse, settings_of
 from ep_plugin.adapters.megatron_weights import lay_out, projections_of, spacing, stack
 from ep_plugin.config import EPConfig
+from ep_plugin.train.checks import check_settings
+from ep_plugin.train.compose import compose_launch
 
 
 def test_routes_of_a_map_are_ascending_and_padded():
@@ -240,3 +242,30 @@ def test_the_script_seams_arguments(tmp_path: Any, capsys: pytest.CaptureFixture
             parse(arguments)
         assert stopped.value.code == 2
     assert "missing.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["model=olmoe_tiny"], "model.architecture='olmoe'"),
+        (["topology.pp=2", "trainer.megatron.virtual_stages=2"], "model.num_layers=2 does not divide .* = 4"),
+        (["trainer.megatron.virtual_stages=2"], "virtual_stages=2 needs a pipeline"),
+        (["trainer.megatron.microbatches=3"], "trainer.batch_size=16 does not divide .* = 12"),
+        (["topology.cp=2"], "transformer_engine=true"),
+        (["topology.tp=8"], "topology.tp|tp·cp·pp|tp may be"),
+        (["ep.weight_at=output"], "weight_at='output'"),
+        (["trainer.resume=somewhere"], "does not resume"),
+        (["trainer.megatron.experts=ours"], "trainer.megatron.experts='ours'"),
+    ],
+)
+def test_wrong_settings_of_a_launch_are_found_before_it_starts(overrides: list[str], named: str):
+    """Settings that fail inside Megatron, after the processes have met."""
+    launch = compose_launch(["experiment=megatron_tiny", *overrides])
+    with pytest.raises(ValueError, match=named):
+        check_settings(launch.config, 4)
+
+
+def test_transformers_trainer_still_refuses_megatrons_degrees():
+    """Tensor parallel degrees that the transformers trainer would ignore."""
+    with pytest.raises(ValueError, match=r"topology.tp=2.*trainer=megatron"):
+        check_settings(compose_launch(["experiment=demo", "topology.tp=2", "variants={}"]).config, 4)

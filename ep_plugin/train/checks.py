@@ -17,14 +17,14 @@ GPU_HEAPS = ("torch", "nvshmem")
 def check_settings(config: RunConfig, world: int) -> Layout:
     """Check ``config`` for a world of ``world`` processes and return its layout. Needs no torch."""
     config.validate()
-    topology = config.topology
+    topology, megatron = config.topology, config.trainer.megatron
     for name in ("tp", "pp", "cp", "etp"):
-        if getattr(topology, name) != 1:
+        if getattr(topology, name) != 1 and megatron is None:
             raise ValueError(
-                f"topology.{name}={getattr(topology, name)}: this launcher shards its models by data and experts only,"
-                f" so {name} must be 1 here (ep-topology shows layouts with {name} > 1)"
+                f"topology.{name}={getattr(topology, name)}: transformers' models are sharded by data and experts only,"
+                f" so {name} must be 1 here (trainer=megatron takes {name} > 1, and ep-topology shows its layout)"
             )
-    ep = world if topology.ep is None else topology.ep
+    ep = max(1, world // (topology.pp * topology.etp)) if topology.ep is None else topology.ep
     if ep > world:
         raise ValueError(
             f"topology.ep={ep} is larger than the world of {_processes(world)};"
@@ -46,11 +46,45 @@ def check_settings(config: RunConfig, world: int) -> Layout:
             f"trainer.batch_size={batch_size} sequences do not divide over {chosen.dp} data-parallel ranks;"
             f" {-(-batch_size // chosen.dp) * chosen.dp} would"
         )
+    if (megatron is not None) != (model.architecture == "megatron"):
+        trainer = "transformers" if megatron is None else "Megatron"
+        raise ValueError(
+            f"model.architecture={model.architecture!r} is not a model for {trainer}'s trainer: trainer=megatron goes"
+            " with model=megatron_..., and the others with the others"
+        )
+    if megatron is not None:
+        _check_megatron(config, chosen)
     _check_text(config)
     resume = config.trainer.resume
     if resume is not None:
         check_resume(resume, Header(config.trainer.steps, world, ep, config.patch_experts))
     return chosen
+
+
+def _check_megatron(config: RunConfig, chosen: Layout) -> None:
+    own, trainer, model = config.trainer.megatron, config.trainer, config.model
+    assert own is not None
+    for what, value, name, divisor in (
+        ("trainer.batch_size", trainer.batch_size, "data-parallel ranks · microbatches", chosen.dp * own.microbatches),
+        ("model.num_layers", model.num_layers, "pipeline ranks · virtual_stages", chosen.pp * own.virtual_stages),
+        ("model.num_heads", model.num_heads, "topology.tp", chosen.tp),
+        ("trainer.seq_len", trainer.seq_len, "tp · 2·cp", chosen.tp * (2 * chosen.cp if chosen.cp > 1 else 1)),
+    ):
+        if value % divisor:
+            raise ValueError(f"{what}={value} does not divide by {name} = {divisor}")
+    if chosen.cp > 1 and not own.transformer_engine:
+        raise ValueError(
+            f"topology.cp={chosen.cp}: Megatron's context parallelism needs trainer.megatron.transformer_engine=true"
+        )
+    if own.virtual_stages > 1 and chosen.pp == 1:
+        raise ValueError(f"trainer.megatron.virtual_stages={own.virtual_stages} needs a pipeline: topology.pp > 1")
+    if config.patch_experts and config.ep.weight_at != "hidden":
+        raise ValueError(
+            f"ep.weight_at={config.ep.weight_at!r}: Megatron applies the router's probabilities before the down"
+            " projection; use 'hidden'"
+        )
+    if trainer.resume is not None:
+        raise ValueError(f"trainer.resume={trainer.resume!r}: trainer=megatron writes checkpoints but does not resume")
 
 
 def check_comparable(variants: dict[str, RunConfig]) -> None:
@@ -77,8 +111,6 @@ def check_machine(config: RunConfig) -> str:
     """Check that this machine has what ``config`` asks for, and return the device type, ``cpu`` or ``cuda``."""
     import torch
 
-    from .model import transformers_config
-
     cuda = torch.cuda.is_available()
     device = config.trainer.device
     if device == "auto":
@@ -93,7 +125,16 @@ def check_machine(config: RunConfig) -> str:
         raise ValueError("ep.heap='shm' is memory of CPU processes; use trainer.device=cpu, or ep.heap=auto")
     if config.cluster.backend == "nccl" and device != "cuda":
         raise ValueError("cluster.backend='nccl' needs CUDA devices; use cluster.backend=gloo or auto")
-    transformers_config(config.model)
+    if config.trainer.megatron is not None:
+        from .megatron import transformer_config
+
+        t = config.topology
+        ep = t.ep or 1
+        transformer_config(config, layout(t.tp * t.cp * t.pp * t.etp * ep, tp=t.tp, pp=t.pp, cp=t.cp, etp=t.etp, ep=ep))
+    else:
+        from .model import transformers_config
+
+        transformers_config(config.model)
     return device
 
 

@@ -79,6 +79,10 @@ def train(config: RunConfig, name: str, layout: Layout, corpus: Corpus, place: P
     comparison.
     """
     settings = config.trainer
+    if settings.megatron is not None:
+        from .megatron import train_megatron
+
+        return train_megatron(config, name, layout, corpus, place, keep_routes=keep_routes)
     torch.set_num_threads(settings.threads)
     first_step = checkpoint.read_header(settings.resume).step if settings.resume is not None else 0
     model = _model(config, place.device)
@@ -102,7 +106,7 @@ def train(config: RunConfig, name: str, layout: Layout, corpus: Corpus, place: P
         routes = _step(config, curve, parallel, optimizer, recorder, tokens, step)
         if keep_routes:
             curve.routes.append(routes.cpu())
-        _report(curve, settings, place)
+        report(curve, settings, place)
         done = step + 1
         due = done == settings.steps or (settings.checkpoint_every > 0 and done % settings.checkpoint_every == 0)
         if settings.checkpoint and due:
@@ -171,7 +175,8 @@ def _step(
     return routes
 
 
-def _report(curve: Curve, settings: TrainerConfig, place: Place) -> None:
+def report(curve: Curve, settings: TrainerConfig, place: Place) -> None:
+    """Log the last step and, when it is due, print its line; on the process that leads."""
     if not place.leads:
         return
     metrics = curve.steps[-1]

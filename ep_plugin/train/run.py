@@ -29,7 +29,8 @@ def run_launch(
     ``env``: the rendezvous is in the environment (torchrun); otherwise this process is alone. Raises ``CheckFailed``
     on all ranks when the curves do not show what ``check`` asks for.
     """
-    quiet_transformers()
+    if any(config.trainer.megatron is None for config in launch.variants.values()):
+        quiet_transformers()
     _join(launch.config.cluster, device, rank, world, env=env)
     folder = _output_folder(launch, rank)
     corpus = read_corpus(launch.config.data)

@@ -13,7 +13,9 @@ from hydra.core.config_store import ConfigStore
 
 from ..config import EPConfig, one_of
 
-ARCHITECTURES = ("olmoe", "mixtral", "qwen3_moe")
+ARCHITECTURES = ("olmoe", "mixtral", "qwen3_moe", "megatron")
+MEGATRON_EXPERTS = ("megatron", "plugin")
+RECOMPUTE = ("none", "full", "moe")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("local", "slurm")
@@ -49,10 +51,11 @@ class TopologyConfig:
 
 @dataclass
 class ModelConfig:
-    """A transformers MoE of random weights, by the names that the architectures share.
+    """An MoE of random weights, by the names that the architectures share.
 
     ``expert_width`` is the width of one expert; ``extra`` holds settings of the architecture's own transformers
-    config. The vocabulary is bytes, so it has at least 256 entries.
+    config, or of Megatron's TransformerConfig for ``architecture: megatron``, which trainer=megatron trains. The
+    vocabulary is bytes, so it has at least 256 entries.
     """
 
     architecture: str = "olmoe"
@@ -99,11 +102,36 @@ class DataConfig:
 
 
 @dataclass
+class MegatronConfig:
+    """What only Megatron's trainer has. ``experts``: who computes the experts, Megatron's modules or ours (``plugin``)
+    over the same weights. ``microbatches`` of a step and data-parallel rank; ``virtual_stages``: model chunks of each
+    pipeline rank; ``recompute``: ``full`` layers or their ``moe`` part; ``distributed_optimizer`` spreads the
+    optimizer's state over the replicas; ``transformer_engine`` builds the layers of Transformer Engine's modules, which
+    context parallelism and, on GPUs, tensor parallelism need.
+    """
+
+    experts: str = "megatron"
+    microbatches: int = 1
+    virtual_stages: int = 1
+    recompute: str = "none"
+    distributed_optimizer: bool = True
+    transformer_engine: bool = False
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` quoting the setting and what would be right."""
+        one_of("trainer.megatron.experts", self.experts, MEGATRON_EXPERTS)
+        one_of("trainer.megatron.recompute", self.recompute, RECOMPUTE)
+        for name in ("microbatches", "virtual_stages"):
+            at_least(1, **{f"trainer.megatron.{name}": getattr(self, name)})
+
+
+@dataclass
 class TrainerConfig:
     """The training loop. ``batch_size`` counts sequences over all ranks; ``seq_len`` counts bytes.
 
     ``clip_norm`` bounds the norm of the whole gradient (null: no clipping). ``checkpoint_every`` = 0 writes one
     checkpoint, at the end; ``resume`` is a checkpoint's folder. ``threads`` is torch's threads per process.
+    ``megatron``: train with Megatron-Core instead of transformers (trainer=megatron).
     """
 
     steps: int = 60
@@ -120,9 +148,12 @@ class TrainerConfig:
     checkpoint: bool = True
     checkpoint_every: int = 0
     resume: str | None = None
+    megatron: MegatronConfig | None = None
 
     def validate(self) -> None:
         """Raise ``ValueError`` quoting the setting and what would be right."""
+        if self.megatron is not None:
+            self.megatron.validate()
         for name in ("steps", "batch_size", "threads", "log_every"):
             at_least(1, **{f"trainer.{name}": getattr(self, name)})
         at_least(2, **{"trainer.seq_len": self.seq_len})

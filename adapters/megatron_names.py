@@ -1,0 +1,28 @@
+"""Parameters of a Megatron model by names that do not depend on the parallel degrees."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+T = TypeVar("T")
+
+
+def by_global_name(model: nn.Module, tensors: dict[str, T]) -> dict[str, T]:
+    """``tensors`` of ``model``'s parameters (by parameter name), named by global layer number and global expert id."""
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    renamed = dict(tensors)
+    for name, module in model.named_modules():
+        if not isinstance(module, TransformerLayer if name else BaseMoELayer):
+            continue  # a layer, or a model that is nothing but one MoE layer
+        moe = getattr(module, "mlp", module)
+        for key in [key for key in renamed if key.startswith(f"{name}." if name else "")]:
+            parts = key.removeprefix(f"{name}.").split(".")
+            if "local_experts" in parts:
+                at = parts.index("local_experts") + 1
+                parts[at] = str(moe.local_expert_indices[int(parts[at])])
+            renamed[".".join(["layer", str(module.layer_number), *parts])] = renamed.pop(key)
+    return renamed

@@ -1,0 +1,57 @@
+"""The commands of docs/megatron.md, as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import megatron_models as mm
+
+pytestmark = mm.marks
+TEXT = (mm.ROOT / "docs" / "megatron.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines() if line]
+
+
+def output(command: str, folder: Path) -> str:
+    """What ``command`` prints when it runs in ``folder``, where train.py is a training script."""
+    shutil.copy(mm.ROOT / "tests" / "megatron_training_script.py", folder / "train.py")
+    programs = {"torchrun": "torch.distributed.run", "ep-plugin": "ep_plugin.launch"}
+    program, *arguments = command.split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(mm.ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-m", programs[program], *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    return run.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_documentation_runs(command: str, tmp_path: Path) -> None:
+    """Documentation of flags and recipes that are not there."""
+    printed = output(command, tmp_path)
+    if command.startswith("torchrun"):
+        assert "PluginTokenDispatcher" in printed
+        return
+    assert "EP_MP" in printed  # the rank layout
+    if "dry_run" in command:
+        assert "112-127" in printed  # the experts of the last of eight ranks
+        return
+    final = re.search(r"^megatron_\w+ .*(?:rowwise) \(megatron experts\) .*", printed, re.MULTILINE)
+    assert final, printed[-2000:]
+    assert list(tmp_path.glob("runs/*/*/checkpoints/*/step_*/*.distcp"))
+
+
+def test_the_documentation_has_commands() -> None:
+    """A test of no commands, which cannot fail."""
+    assert {command.split()[0] for command in COMMANDS} == {"torchrun", "ep-plugin"} and len(COMMANDS) == 4
