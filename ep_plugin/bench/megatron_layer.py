@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--heap", default="auto")
     parser.add_argument("--factor", type=float, default=1.5, help="rows that the buffers hold over T·K")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--no-fusion", action="store_true", help="Megatron's activation without torch.compile")
     parser.add_argument("--json", default=None, help="write the result to this file")
     return parser
 
@@ -167,6 +168,7 @@ def build_layer(args: argparse.Namespace, device: torch.device) -> Any:
         gated_linear_unit=True,
         activation_func=F.silu,
         gradient_accumulation_fusion=False,
+        bias_activation_fusion=not args.no_fusion,
         bf16=True,
         params_dtype=torch.bfloat16,
     )
