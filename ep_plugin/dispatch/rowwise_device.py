@@ -159,8 +159,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self._make(max(1, int(most)), 0)
 
     def reads_on(self, stream: torch.cuda.Stream) -> None:
-        """Tell that ``stream`` reads dispatched rows too (a weight gradient that is computed later, say): a slot is then
-        advertised again only after what was enqueued on it. The caller's own stream need not be told."""
+        """Tell that ``stream`` reads dispatched rows too (a weight gradient that is computed later, say): a slot is
+        then advertised again only after what was enqueued on it. The caller's own stream need not be told."""
         self.readers.append(stream)
 
     def _lease(self, pool: SlotPool, layer: str) -> tuple[int, Tensor]:
