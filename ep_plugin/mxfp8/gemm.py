@@ -92,7 +92,7 @@ class ExpertGemm(ABC):
 
     def _weight_rows(self, weight: Tensor, contract: int) -> Tensor:
         """[E_l, N, K]: the weight with the contracted axis last."""
-        return weight.detach() if contract == 2 else weight.detach().transpose(1, 2)
+        return weight if contract == 2 else weight.transpose(1, 2)
 
 
 class CpuReference(ExpertGemm):

@@ -30,8 +30,9 @@ from ..experts import Activation, GroupedMLP
 from ..experts.groups import column
 from . import activation as between
 from .codec import as_form
-from .dispatchers import BlockMXFP8, LocalMXFP8, RowwiseMXFP8
+from .dispatchers import BlockMXFP8, LocalMXFP8
 from .gemm import RowGroups
+from .rowwise import RowwiseMXFP8
 
 MXFP8Dispatcher = LocalMXFP8 | BlockMXFP8 | RowwiseMXFP8
 
@@ -229,7 +230,8 @@ class Backward:
             scale = self.topk_weight.to(torch.float32)
             if self.gathered is not None:
                 t, k, wide = self.gathered.shape
-                rows = self.d.wires.combine.decode(self.gathered.view(t * k, wide)).view(t, k, -1).float()
+                rows = self.d.wires.combine.decode(self.gathered.view(t * k, wide))
+                rows = rows.view(t, k, self.d.hidden_size).float()
                 self.dweight = (rows * self.grad.float().unsqueeze(1)).sum(2).to(self.c.weight_dtype)
         self.grad_rows = self.d.send_grad(self.state, self.grad, scale)
 
@@ -238,7 +240,7 @@ class Backward:
         gemm, offsets = self.gemm, self.layout.offsets
         operand = as_form(self.grad_rows, gemm.form, gemm.rounding, dtype=self.d.dtype, offsets=offsets)
         self.grad_plain = operand.data
-        if operand.form != "plain" and (self.needs[3] or self.needs[5]):
+        if operand.form != "plain" and (self.needs[3] or self.down_bias is not None):
             plain = as_form(self.grad_rows, "plain", gemm.rounding, dtype=self.d.dtype, offsets=offsets)
             self.grad_plain = plain.data
         self.dhidden = gemm.product(operand, self.down, self.layout, 3 - self.into_up)
@@ -290,7 +292,7 @@ class Backward:
 
     def dispatch(self) -> None:
         """The gradients' way back. Where they take the slot of the dispatched rows, those are gone after this."""
-        dots = self.dots if self.needs[1] and not self.at_source else None
+        dots = self.dots if self.needs[1] else None  # None at the source too, which has the gradient itself
         self.dx, dweight = self.d.return_grad(self.state, self.drows, dots)
         if dweight is not None:
             self.dweight = dweight.to(self.c.weight_dtype)

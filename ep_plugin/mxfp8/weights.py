@@ -43,13 +43,13 @@ class WeightCache:
         """``make(weight)``, or what it gave for this ``key`` last time if the weight has not changed since."""
         if weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.made += 1
-            return make(weight)
+            return make(weight.detach())
         stamp = (weight._version, weight.data_ptr(), _steps)
         entries = self._entries.setdefault(weight, {})
         found = entries.get(key)
         if found is None or found[0] != stamp:
             entries.pop(key, None)  # the old one's memory serves the new one
-            found = entries[key] = (stamp, make(weight))
+            found = entries[key] = (stamp, make(weight.detach()))
             self.made += 1
         return found[1]
 

@@ -1,4 +1,4 @@
-"""How rows travel: as they are, or as MXFP8 records.
+"""How rows travel in each movement: as they are, or as MXFP8 records.
 
 Legend: n rows, D hidden size, W bytes of a record (D + D/32) or elements of a plain row.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels.mxfp8 import record_bytes
 from .codec import dequantize, quantize
 from .config import MXFP8Config
+from .gemm import ExpertGemm
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,17 @@ class Wires:
             return Wire(getattr(config.legs, leg) == "mxfp8", hidden_size, plain, config.rounding)
 
         return Wires(**{leg.name: wire(leg.name) for leg in fields(config.legs)})
+
+
+class MXFP8Movements:
+    """What an MXFP8 dispatcher has beside a plain one: the format of each movement, and the GEMM that reads the rows.
+
+    ``send`` and ``send_grad`` take plain rows and give what travelled; ``give_back`` and ``return_grad`` take and give
+    plain rows."""
+
+    mxfp8: MXFP8Config
+    wires: Wires
+    gemm: ExpertGemm
+
+    def set_mxfp8(self, config: MXFP8Config, wires: Wires, gemm: ExpertGemm) -> None:
+        self.mxfp8, self.wires, self.gemm = config, wires, gemm
