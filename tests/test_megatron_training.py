@@ -61,6 +61,9 @@ CASES_4 = {
     "pipeline": Case(dict(pp=2, ep=2), (BLOCK, DEDUP, PLUGIN_ROUTE), PIPELINE, microbatches=4),
     "interleaved": Case(dict(pp=2, ep=2, vpp=2), (ROUTE, PLUGIN), PIPELINE, microbatches=4),
     "expert tensor and expert parallel": Case(dict(tp=2, ep=2, etp=2), (DEDUP,)),
+    "the same, padded to capacity": Case(
+        dict(tp=2, ep=2, etp=2), (ROUTE,), dict(moe_expert_capacity_factor=0.7, moe_pad_expert_input_to_capacity=True)
+    ),
     "folded over tensor and context": Case(dict(tp=2, cp=2, ep=4, etp=1), (DEDUP, PLUGIN_ROUTE), AUX),
 }
 
