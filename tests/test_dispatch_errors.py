@@ -345,6 +345,30 @@ def test_experts_that_fail_in_backward_and_close_stop_the_others(pool, form):
         assert "dispatch backward of layers.1" in text and seconds < PROMPT_S, (text, seconds)
 
 
+def gradient_on_some_ranks(rank: int, world: int, form: str, which: str) -> tuple[str, str]:
+    """Rank 1's ``which`` needs no gradient."""
+    mine, experts = make_inputs(PROBLEM)[rank], make_experts(PROBLEM, rank, world)
+    dispatcher = PROBLEM.dispatcher(form)
+    x = mine.x.clone().requires_grad_(which != "x" or rank != 1)
+    weight = mine.weight.clone().requires_grad_(which != "topk_weight" or rank != 1)
+    try:
+        moe_step(dispatcher, x, mine.idx, weight, experts, layer="layers.1").sum().backward()
+        return "none", ""
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    finally:
+        dispatcher.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("which", ["x", "topk_weight"])
+def test_an_input_that_needs_a_gradient_on_some_ranks_alone(pool, form, which):
+    """Fault: ranks that need the gradient read what nobody wrote, and train on it."""
+    for kind, text in pool.run(gradient_on_some_ranks, 3, form, which):
+        assert kind in ("RuntimeError", "HeapAborted"), (kind, text)
+        assert re.search(r"EP ranks disagree in dispatch backward of layer 'layers.1'.*both gradients", text), text
+
+
 def after_close(rank: int, world: int, form: str) -> list[str]:
     """What a backward and a forward say after close, with a graph still alive."""
     mine, experts, messages = make_inputs(PROBLEM)[rank], make_experts(PROBLEM, rank, world), []

@@ -47,6 +47,7 @@ CHANNEL = 0
 OPERATIONS = ("plan", "combine", "combine backward", "dispatch backward")
 NAME_BYTES = 32  # of a layer's name, in exchanged records
 STAMP_WORDS = 2 + NAME_BYTES // 8
+MOVED = ("no gradient", "the gradient of x", "the gradient of topk_weight", "both gradients")
 EXHAUSTED = -1  # advertised instead of a handle by a rank whose pool has no free slot
 
 
@@ -166,25 +167,34 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             tensor.fill_(0 if self.config.diagnostic_fill == "zero" else 0xFF)
         return slot, tensor
 
-    def _advertise(self, operation: str, layer: str, pool: SlotPool) -> tuple[Slot, Tensor, list[int]]:
+    def _advertise(self, operation: str, layer: str, pool: SlotPool, moved: int = 0) -> tuple[Slot, Tensor, list[int]]:
         """Choose a slot of ``pool`` and tell everyone; gives it with every rank's handle. Grows ``pool`` where a rank
         ran out."""
         while True:
             slot, tensor = self._take(pool)
-            handles = self._exchange_handles(operation, layer, EXHAUSTED if slot is None else slot.handle)
+            handles = self._exchange_handles(operation, layer, EXHAUSTED if slot is None else slot.handle, moved)
             if EXHAUSTED not in handles:
                 assert slot is not None and tensor is not None
                 return slot, tensor, handles
             del tensor
             self._more_slots(pool, handles)
 
-    def _exchange_handles(self, operation: str, layer: str, handle: int) -> list[int]:
-        return self._exchange(operation, layer, handle)[:, 0].tolist()
+    def _exchange_handles(self, operation: str, layer: str, handle: int, moved: int = 0) -> list[int]:
+        """Every rank's handle. ``moved`` says what this rank moves (``_moved``): all ranks must move the same."""
+        handles, everyone = self._exchange(operation, layer, handle, moved)[:, :2].t().tolist()
+        for rank, other in enumerate(everyone):
+            if other != moved:
+                raise RuntimeError(
+                    f"EP ranks disagree in {operation} of layer {layer!r}: rank {self.rank} needs {MOVED[moved]}, rank"
+                    f" {rank} needs {MOVED[other]}. x, and likewise topk_weight, must require a gradient on all ranks"
+                    " of an EP group or on none, on ranks without tokens too"
+                )
+        return handles
 
     def _exchange(
         self, operation: str, layer: str, handle: int, num_tokens: int = 0, counts: Tensor | None = None
     ) -> Tensor:
-        """int64 [M, 2 + E]: the handle, T and counts [E] of every rank, which must be in the same step.
+        """int64 [M, 2 + E]: the handle, T (or what is moved) and counts [E] of every rank, which must be in the same step.
 
         Records are all of one length, numbered, and name the operation and the layer, so that ranks that are not in the
         same step are told so and do not use each other's."""
@@ -436,7 +446,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
                         region.view(lease, "rows")[: rows.shape[0]] = rows
                 if lease is not None and scalars is not None:
                     region.view(lease, "scalars")[: scalars.shape[0]] = scalars
-            handles = self._exchange_handles(operation, layer, EXHAUSTED if slot is None else slot.handle)
+            handle = EXHAUSTED if slot is None else slot.handle
+            handles = self._exchange_handles(operation, layer, handle, _moved(rows, scalars))
             if slot is not None and EXHAUSTED not in handles:
                 break
             self._more_slots(self.scratch, handles)
@@ -452,7 +463,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
         there."""
         dest, layer, local_rows = state.map, state.layer, state.local_rows
         assert local_rows is not None
-        _, slot, handles = self._advertise(operation, layer, self.scratch)
+        _, slot, handles = self._advertise(operation, layer, self.scratch, _moved(rows, scalars))
         region, tokens = self.scratch_region, dest.tokens.tolist()
         with span("reduce and put"):
             if rows is not None:
@@ -510,3 +521,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             self.pools.payload.close()
             self.pools.scratch.close()
         self.pools = None
+
+
+def _moved(rows: Tensor | None, scalars: Tensor | None) -> int:
+    """What a movement carries, as an index of ``MOVED``: 1 for rows, 2 for scalars of routes."""
+    return (rows is not None) + 2 * (scalars is not None)
