@@ -76,8 +76,23 @@ def moe_step(
     """Dispatch ``x`` [T, D] by ``topk_idx`` [T, K] (−1: no route), run ``experts``, combine; gives [T, D].
 
     Differentiable in ``x``, ``topk_weight`` [T, K] and the experts' parameters. ``layer`` names the caller in errors
-    and traces; ``observe`` is given the route state, for metrics. Raises ``ValueError`` for inputs that do not fit the
-    dispatcher."""
+    and traces; ``observe`` is given the route state, for metrics. Under ``torch.compile`` the whole step is one graph
+    break and runs as it is. Raises ``ValueError`` for inputs that do not fit the dispatcher."""
+    if torch.compiler.is_dynamo_compiling():  # waits for peers and leases cannot be traced
+        step = torch.compiler.disable(_moe_step)
+        return step(dispatcher, x, topk_idx, topk_weight, experts, layer, observe)
+    return _moe_step(dispatcher, x, topk_idx, topk_weight, experts, layer, observe)
+
+
+def _moe_step(
+    dispatcher: Dispatcher[Any],
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weight: Tensor,
+    experts: Experts,
+    layer: str,
+    observe: Callable[[RouteState], None] | None,
+) -> Tensor:
     weight_at: WeightAt = dispatcher.config.weight_at  # type: ignore[assignment]  # validated
     state = dispatcher.plan(topk_idx, layer=layer, x=x)
     if observe is not None:
@@ -86,6 +101,6 @@ def moe_step(
     dispatched = dispatcher.dispatch(state, x, topk_weight)
     with dispatcher.guard("experts", layer):
         y = connected(experts(dispatched, weight_at), dispatched.rows)
-    weights = {"output": dispatched.weights, "source": topk_weight}.get(weight_at)
+    weights = {"output": dispatched.weights[: y.shape[0]], "source": topk_weight}.get(weight_at)
     del dispatched  # what backward does not keep is free before the way back
     return dispatcher.combine(state, y, weights)

@@ -294,6 +294,7 @@ class CombineRows(torch.autograd.Function):
             dispatcher.check_combine(state, y, weights)
             out, gathered = dispatcher.give_back(state, y.detach(), None if weights is None else weights.detach(), keep)
         ctx.dispatcher, ctx.layer, ctx.kind, ctx.at_source = dispatcher, state.layer, type(state), at_source
+        ctx.rows = y.shape[0]  # experts of someone else give exactly R rows where ours give the bound
         saved = (weights, gathered if at_source else y) if weights is not None else ()
         ctx.save_for_backward(*state.tensors(), *saved)
         ctx.extra = len(saved)
@@ -308,15 +309,15 @@ class CombineRows(torch.autograd.Function):
             state = ctx.kind.restore(ctx.layer, tensors[: len(tensors) - ctx.extra])
             grad = grad.contiguous()
             if not ctx.extra:
-                return dispatcher.send_grad(state, grad, None), None, None, None
+                return dispatcher.send_grad(state, grad, None)[: ctx.rows], None, None, None
             weights, kept = tensors[-2:]
             acc = accumulation_dtype(grad.dtype)
             if ctx.at_source:
-                grad_y = dispatcher.send_grad(state, grad, weights.to(acc))
+                grad_y = dispatcher.send_grad(state, grad, weights.to(acc))[: ctx.rows]
                 if kept is None:
                     return grad_y, None, None, None
                 grad_w = (kept.to(acc) * grad.to(acc).unsqueeze(1)).sum(2)
                 return grad_y, grad_w.to(weights.dtype), None, None
-            rows = dispatcher.send_grad(state, grad, None).to(acc)
+            rows = dispatcher.send_grad(state, grad, None)[: ctx.rows].to(acc)
             grad_y = (rows * weights.unsqueeze(1)).to(grad.dtype)
             return grad_y, (rows * kept.to(acc)).sum(1).to(weights.dtype), None, None

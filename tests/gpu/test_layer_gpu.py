@@ -20,7 +20,7 @@ from ep_plugin.experts import GroupedMLP
 from ep_plugin.heap import HeapAborted, HeapTimeout, open_heap
 from ep_plugin.heap.base import Heap
 from ep_plugin.heap.device import DeviceHeap
-from ep_plugin.layer import moe_step
+from ep_plugin.layer import ForeignExperts, moe_step
 from tests.gpu.step import E, K, Step
 
 D, F, T = 256, 128, 96
@@ -90,6 +90,34 @@ def test_gradients_equal_block_all_to_all(heap: Heap, ranks: Ranks, form: str, w
                 torch.testing.assert_close(
                     got, want, rtol=2e-2, atol=2e-2, msg=lambda m, n=f"{name}, {kind}": f"{n}: {m}"
                 )
+    dispatcher.check()
+    dispatcher.close()
+
+
+@pytest.mark.parametrize("form", ["dedup", "route"])
+@pytest.mark.parametrize("weight_at", ["hidden", "output", "source"])
+def test_experts_of_someone_else_get_exactly_their_rows(heap: Heap, ranks: Ranks, form: str, weight_at: str) -> None:
+    """Experts that return R rows where the buffers hold more: a gradient of the wrong shape, or of padding."""
+    if form == "dedup" and weight_at == "source":
+        pytest.skip("excluded by config")
+    rank, world, device = ranks
+    dispatcher = build(heap, device, form=form, weight_at=weight_at)
+    scale = torch.arange(1, E // world + 1, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    def fn(rows: Tensor, expert: Tensor, weights: Tensor | None) -> Tensor:
+        y = rows * scale[expert].unsqueeze(1)
+        return y if weights is None else (y * weights.unsqueeze(1)).to(rows.dtype)
+
+    for step in steps(rank, world, device, 4):
+        x = step.xs[rank].clone().requires_grad_()
+        w = step.ws[rank].clone().requires_grad_()
+        out = moe_step(dispatcher, x, step.idxs[rank], w, ForeignExperts(fn), layer="foreign")
+        out.backward(step.grads[rank])
+        local = step.idxs[rank] % (E // world) + 1
+        want = step.xs[rank].float() * (step.ws[rank] * local).sum(1, keepdim=True)
+        torch.testing.assert_close(out.float(), want, rtol=3e-2, atol=3e-2)
+        want = step.grads[rank].float() * (step.ws[rank] * local).sum(1, keepdim=True)
+        torch.testing.assert_close(x.grad.float(), want, rtol=3e-2, atol=3e-2)  # type: ignore[union-attr]
     dispatcher.check()
     dispatcher.close()
 
