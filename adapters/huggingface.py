@@ -130,6 +130,13 @@ class PatchedExperts:
         if self.module.training:  # a recomputation writes the same again
             self.asked, self.accepted = state.map.counts, state.map.accepted
 
+    def __deepcopy__(self, memo: Any) -> PatchedExperts:
+        """Raises: the copy of the module would go on computing with the experts of the original."""
+        raise RuntimeError(
+            f"{self.name} is patched, and a copy of it would compute with the original's experts: copy the model first,"
+            " then patch the copy; load_state_dict carries weights between patched models"
+        )
+
     def close(self) -> None:
         """Let a later call say that it is too late."""
 

@@ -393,3 +393,29 @@ def test_experts_that_give_views(pool):
     problem = Problem((4, 0, 5), num_experts=6)
     wrong = [line for lines in pool.run(foreign_with_strides, problem.world, problem) for line in lines]
     assert not wrong, "\n".join(wrong[:10])
+
+
+def compiled_steps(rank: int, world: int, path: str) -> list[str]:
+    problem = Problem((4, 3), num_experts=6, top_k=2, hidden=8)
+    mine, want = make_inputs(problem)[rank], oracle(problem, "hidden")[rank]
+    dispatcher, experts = problem.dispatcher(path), make_experts(problem, rank, world)
+
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        return moe_step(dispatcher, x * 1, mine.idx, weight, experts) * 1
+
+    compiled, wrong = torch.compile(step, backend="eager"), []
+    for _ in range(2):
+        x, weight = mine.x.clone().requires_grad_(), mine.weight.clone().requires_grad_()
+        out = compiled(x, weight)
+        out.backward(mine.upstream)
+        pairs = ((out.detach(), want.out), (x.grad, want.dx), (weight.grad, want.dweight))
+        wrong += [float((a - b).abs().max()) for a, b in pairs if not torch.allclose(a, b, atol=1e-10)]
+    dispatcher.close()
+    torch.compiler.reset()
+    return wrong
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_compiled_step_is_the_plain_one(pool, path):
+    """Fault: torch.compile traces waits and leases, and fails inside torch."""
+    assert pool.run(compiled_steps, 2, path) == [[], []]

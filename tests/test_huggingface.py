@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -510,6 +511,28 @@ def test_one_process():
     assert all(difference(p, expected.parameters[name]) < 1e-9 for name, p in model.named_parameters())
     assert handle.full_state_dict().keys() == unpatched.state_dict().keys()
     handle.close()
+
+
+def test_a_copy_of_a_patched_model_is_refused():
+    """Catches a copy (for an average of weights, say) whose experts are silently those of the original."""
+    model = build("plain")
+    handle = patch_model(model, LOCAL)
+    with pytest.raises(RuntimeError, match="copy the model first, then patch the copy"):
+        copy.deepcopy(model)
+    handle.close()
+
+
+def test_a_compiled_model_gives_the_same():
+    """Catches a dispatcher that torch.compile tries to trace."""
+    model, ids = build("plain"), tokens(0, 0)
+    handle = patch_model(model, LOCAL)
+    plain = model(ids, ids).loss
+    compiled = torch.compile(model, backend="eager")(ids, ids).loss
+    compiled.backward()
+    assert abs(plain.item() - compiled.item()) < 1e-12
+    assert all(p.grad is not None for p in handle.expert_parameters.values())
+    handle.close()
+    torch.compiler.reset()
 
 
 def test_infinite_norm_and_nonfinite_gradients():

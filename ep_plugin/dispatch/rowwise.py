@@ -194,7 +194,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
     def _exchange(
         self, operation: str, layer: str, handle: int, num_tokens: int = 0, counts: Tensor | None = None
     ) -> Tensor:
-        """int64 [M, 2 + E]: the handle, T (or what is moved) and counts [E] of every rank, which must be in the same step.
+        """int64 [M, 2 + E]: the handle, T (or what is moved) and counts [E] of every rank, all in the same step.
 
         Records are all of one length, numbered, and name the operation and the layer, so that ranks that are not in the
         same step are told so and do not use each other's."""
