@@ -269,6 +269,11 @@ def test_the_command_starts_its_processes_and_writes_its_files(tmp_path, command
         (["layer", "--backends", "rowwise:"], "form=''"),
         (["layer", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json: its folder does not exist"),
         (["dispatch", "--heap", "shn"], "did you mean 'shm'"),
+        (["dispatch", "-E", "18"], "num_experts=18 is not divisible by the EP degree 4"),
+        (["layer", "-K", "40"], "top_k=40 is larger than num_experts=32"),
+        (["dispatch", "--heap", "nvshmem"], "--heap nvshmem needs --device cuda"),
+        (["dispatch", "--repeats", "0"], "--repeats 0 at least 1"),
+        (["tune"], "tune measures rowwise on GPUs"),
     ],
 )
 def test_bad_arguments_end_before_any_process_is_started(capsys, monkeypatch, arguments, message):

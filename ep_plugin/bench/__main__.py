@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..config import check_shape
 from .inputs import backend
 from .routes import KINDS
 
@@ -40,9 +41,30 @@ def parse(argv: list[str]) -> argparse.Namespace:
     try:
         for name in vars(args).get("backends", "block").split(","):
             backend(name, heap=args.heap)
+        world = int(os.environ.get("WORLD_SIZE", args.world))
+        check_shape(num_experts=args.experts, top_k=args.top_k, hidden_size=args.hidden, ep=world)
+        _check_machine(args)
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def _check_machine(args: argparse.Namespace) -> None:
+    """``ValueError`` where this machine, or its device, cannot run what is asked for."""
+    if args.tokens < 0 or args.repeats < 1:
+        raise ValueError(f"--tokens {args.tokens} must be at least 0 and --repeats {args.repeats} at least 1")
+    if args.device == "cpu":
+        if args.command == "tune":
+            raise ValueError("tune measures rowwise on GPUs: give --device cuda")
+        if args.heap in ("torch", "nvshmem"):
+            raise ValueError(f"--heap {args.heap} needs --device cuda; CPU processes use shm")
+        return
+    if args.heap == "shm":
+        raise ValueError("--heap shm is memory of CPU processes; with --device cuda use torch, nvshmem or auto")
+    import torch  # takes seconds, and the CPU path does not need it yet
+
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu")
 
 
 def _parser() -> argparse.ArgumentParser:
