@@ -83,7 +83,8 @@ class EPConfig:
     expert rank, ``source`` in the sum at the token). ``max_tokens``: the most tokens a rank passes to one layer call;
     ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
     payload buffers, one per forward in flight (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on
-    GPUs. ``timeout_s``: how long any wait for a peer lasts before it fails and stops the group. ``diagnostic_fill``
+    GPUs. ``timeout_s``: how long any wait of rowwise for a peer lasts before it fails and
+    stops the group; ``block`` waits as long as its process group does. ``diagnostic_fill``
     clears (``zero``) or poisons (``nan``) every buffer before use; it costs a pass over the whole buffer and is for
     debugging."""
 

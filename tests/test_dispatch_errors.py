@@ -5,7 +5,9 @@ Legend: T tokens of a rank, K routes per token, E experts, D hidden size, R rows
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from torch import Tensor
 from ep_plugin.config import EPConfig
 from ep_plugin.dispatch import Dispatched, Dispatcher, build_dispatcher
 from ep_plugin.layer import moe_step
+from tests.dist import run_fresh
 from tests.moe import Inputs, Problem, make_experts, make_inputs
 
 FORMS = ("dedup", "route")
@@ -271,6 +274,26 @@ def alone(rank: int, world: int) -> list[str]:
 def test_block_quotes_the_same_values(pool):
     """Fault: a check that only one dispatcher makes."""
     assert pool.run(alone, 3) == [[], [], []]
+
+
+def leaves_before_combine(rank: int, world: int) -> None:
+    """Rank 1 ends where its peers expect its rows."""
+    mine, experts = make_inputs(PROBLEM)[rank], make_experts(PROBLEM, rank, world)
+
+    def leave(d: Dispatched, weight_at: str) -> Tensor:
+        if rank == 1:
+            os._exit(0)
+        return experts(d, "hidden")
+
+    moe_step(PROBLEM.dispatcher("block"), mine.x, mine.idx, mine.weight, leave, layer="layers.1")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes on errors came with Python 3.11")
+def test_block_says_where_it_was_when_a_peer_left():
+    """Fault: only the process group's error about a connection, from any of a hundred layers."""
+    exits = run_fresh(leaves_before_combine, 3, timeout=30.0)
+    for rank in (0, 2):
+        assert f"EP rank {rank} of 3 was in combine of layers.1, dispatcher='block'" in exits[rank].stderr, exits[rank]
 
 
 @pytest.mark.parametrize(

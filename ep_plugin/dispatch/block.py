@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..heap import Phase
 from ..kernels.fan_out import fan_out_torch
 from ..kernels.reduce import accumulation_dtype, sum_routes_torch
 from ..routing import RouteMap, build_route_map, count_routes
@@ -53,6 +54,12 @@ class BlockDispatcher(Dispatcher[BlockState]):
         super().__init__(*args, **kwargs)
         self.group = group
         self.bytes_sent = 0
+
+    def fail(self, phase: str, layer: str, error: BaseException) -> None:
+        """There is no abort word here: peers learn it from the process group, whose errors name no layer."""
+        note = f"EP rank {self.rank} of {self.world} was in {Phase(phase, layer)}, dispatcher='block'"
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(note)
 
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> BlockState:
         with self.guard("plan", layer):
