@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ep_plugin.config import EPConfig
 from ep_plugin.experts import Activation, GroupedMLP
-from ep_plugin.mxfp8 import node, rowwise
+from ep_plugin.mxfp8 import codec, node, rowwise
 from ep_plugin.mxfp8.config import LegsConfig, MXFP8Config
 from ep_plugin.mxfp8.dispatchers import build_mxfp8_dispatcher
 from ep_plugin.mxfp8.node import mxfp8_moe_step
@@ -510,6 +510,48 @@ def test_only_what_is_asked_for() -> None:
     experts.down.requires_grad_()
     mxfp8_moe_step(dispatcher, inputs.x, inputs.idx, inputs.weight, experts).backward(inputs.upstream)
     assert same_bits(experts.down.grad, full.ddown) and experts.up.grad is None
+
+
+def test_compiled_models_leave_the_step_alone() -> None:
+    """Fault: a model under ``torch.compile`` traces waits and leases."""
+    problem = replace(BASE, tokens=(20,))
+    dispatcher, experts, inputs = build(problem, "local"), make_experts(problem, 0, 1), make_inputs(problem)[0]
+
+    def model(x: Tensor) -> Tensor:
+        return mxfp8_moe_step(dispatcher, x * 2, inputs.idx, inputs.weight, experts) + 1
+
+    assert same_bits(torch.compile(model, backend="eager")(inputs.x), model(inputs.x))
+
+
+def test_what_a_movement_has_made_is_not_made_again() -> None:
+    """Fault: rows that arrive ready for the GEMM are converted once more, or from nothing."""
+    made = codec.quantize_rowwise(torch.randn(4, 32))
+    received = codec.Received(None, (made,))
+    assert received.operand("rowwise", "rceil", dtype=torch.bfloat16) is made
+    with pytest.raises(RuntimeError, match="plain cannot be made"):
+        received.operand("plain", "rceil", dtype=torch.bfloat16)
+    records = codec.quantize(torch.randn(4, 32))
+    assert codec.Received(records).operand("records", "rceil", dtype=torch.bfloat16).data is records
+
+
+def uneven(rank: int, world: int, path: str) -> str:
+    problem = replace(BASE, tokens=(20, 13))
+    dispatcher, experts, inputs = build(problem, path), make_experts(problem, rank, world), make_inputs(problem)[rank]
+    x = inputs.x.clone().requires_grad_(rank == 0)
+    try:
+        mxfp8_moe_step(dispatcher, x, inputs.idx, inputs.weight, experts).backward(inputs.upstream)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dispatcher.close()
+    return ""
+
+
+@pytest.mark.parametrize("path", ["dedup", "route"])
+def test_gradients_that_only_some_ranks_need_are_an_error(pool: Any, path: str) -> None:
+    """Fault: a rank reads gradients that its peer has not written."""
+    messages = pool.run(uneven, 2, path)
+    assert any("the gradient of x" in message for message in messages) and all(messages), messages
 
 
 def test_autocast_with_wider_masters() -> None:

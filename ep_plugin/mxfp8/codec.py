@@ -136,3 +136,23 @@ def as_form(rows: Tensor, form: Form, rounding: str, *, dtype: torch.dtype, offs
     if form == "rowwise":
         return rescale(rows, offsets=offsets) if records else quantize_rowwise(rows, rounding, offsets=offsets)
     return Operand(form, dequantize(rows, dtype, offsets=offsets) if records else rows.to(dtype))
+
+
+@dataclass(frozen=True)
+class Received:
+    """Rows on the expert rank: ``rows`` as they travelled (records or plain), and forms of them that the movement has
+    made already, in the pass that put the rows in order."""
+
+    rows: Tensor | None
+    made: tuple[Operand, ...] = ()
+
+    def operand(self, form: Form, rounding: str, *, dtype: torch.dtype, offsets: Tensor | None = None) -> Operand:
+        """The rows in ``form``, converted only if the movement has not made it."""
+        for operand in self.made:
+            if operand.form == form:
+                return operand
+        if self.rows is None:
+            raise RuntimeError(
+                f"rows were received as {[o.form for o in self.made]}, and {form} cannot be made of that"
+            )
+        return as_form(self.rows, form, rounding, dtype=dtype, offsets=offsets)

@@ -6,12 +6,14 @@ Legend: n rows, D hidden size, W bytes of a record (D + D/32) or elements of a p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..dispatch.base import Arrived, RouteState
 from ..kernels.mxfp8 import record_bytes
-from .codec import dequantize, quantize
+from .codec import Received, dequantize, quantize
 from .config import MXFP8Config
 from .gemm import ExpertGemm
 
@@ -81,7 +83,8 @@ class MXFP8Movements:
     """What an MXFP8 dispatcher has beside a plain one: the format of each movement, and the GEMM that reads the rows.
 
     ``send`` and ``send_grad`` take plain rows and give what travelled; ``give_back`` and ``return_grad`` take and give
-    plain rows."""
+    plain rows. ``receive`` and ``receive_grad`` are what the node calls for the former two: a movement that puts rows
+    in order by itself makes there, in the same pass, what the GEMM reads."""
 
     mxfp8: MXFP8Config
     wires: Wires
@@ -89,3 +92,14 @@ class MXFP8Movements:
 
     def set_mxfp8(self, config: MXFP8Config, wires: Wires, gemm: ExpertGemm) -> None:
         self.mxfp8, self.wires, self.gemm = config, wires, gemm
+
+    def receive(
+        self: Any, state: RouteState, x: Tensor, topk_weight: Tensor, arrived: Arrived
+    ) -> tuple[Received, Tensor]:
+        """Dispatch forward: the rows and their weights float32 [R]; fills ``arrived``."""
+        rows, weights = self.send(state, x, topk_weight, arrived)
+        return Received(rows), weights
+
+    def receive_grad(self: Any, state: RouteState, grad: Tensor, scale: Tensor | None) -> Received:
+        """Combine backward: the gradient [T, D] of each row's token (times ``scale`` float32 [T, K])."""
+        return Received(self.send_grad(state, grad, scale))

@@ -51,11 +51,28 @@ def mxfp8_moe_step(
     ``experts``, combine; gives [T, D].
 
     Differentiable once in ``x``, ``topk_weight`` [T, K] and the experts' parameters. Backward may run once: with
-    ``retain_graph=True`` the second time is an error where the saved rows' slot has been written again. Raises
-    ``ValueError`` for inputs that do not fit the dispatcher or the codec."""
-    state = dispatcher.plan(topk_idx, layer=layer)
+    ``retain_graph=True`` the second time is an error where the saved rows' slot has been written again. Under
+    ``torch.compile`` the whole step is one graph break and runs as it is. Raises ``ValueError`` for inputs that do not
+    fit the dispatcher or the codec."""
+    if torch.compiler.is_dynamo_compiling():  # waits for peers and leases cannot be traced
+        step = torch.compiler.disable(_moe_step)
+        return step(dispatcher, x, topk_idx, topk_weight, experts, layer, observe)
+    return _moe_step(dispatcher, x, topk_idx, topk_weight, experts, layer, observe)
+
+
+def _moe_step(
+    dispatcher: MXFP8Dispatcher,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weight: Tensor,
+    experts: GroupedMLP,
+    layer: str,
+    observe: Callable[[RouteState], None] | None,
+) -> Tensor:
+    state = dispatcher.plan(topk_idx, layer=layer, x=x)
     if observe is not None:
-        observe(state)
+        with dispatcher.guard("observe", layer):
+            observe(state)
     return mxfp8_mlp(
         dispatcher,
         state,
@@ -89,7 +106,8 @@ def mxfp8_mlp(
     [E_l, D]. F and D must be multiples of 32."""
     width = down.shape[1 if transposed else 2]
     if width % 32:
-        raise ValueError(f"experts of width {width} cannot be quantised in blocks of 32: use a multiple of 32")
+        with dispatcher.guard("experts", state.layer):
+            raise ValueError(f"experts of width {width} cannot be quantised in blocks of 32: use a multiple of 32")
     step = _Step(dispatcher, state, activation, transposed)
     out: Tensor = _MXFP8Experts.apply(x, topk_weight, up, down, up_bias, down_bias, step)
     return out
@@ -142,11 +160,11 @@ class _MXFP8Experts(torch.autograd.Function):
             arrived = Arrived()
             with d.guard("dispatch", state.layer):
                 d.check_rows(state, x, topk_weight)
-                rows, weights = d.send(state, x.detach(), topk_weight.detach(), arrived)
+                received, weights = d.receive(state, x.detach(), topk_weight.detach(), arrived)
             with d.guard("experts", state.layer):
                 layout = RowGroups(state.map.offsets, state.num_rows, d.dtype)
                 offsets, into_up = layout.offsets, step.into_up
-                operand = as_form(rows, gemm.form, gemm.rounding, dtype=d.dtype, offsets=offsets)
+                operand = received.operand(gemm.form, gemm.rounding, dtype=d.dtype, offsets=offsets)
                 projected = gemm.product(operand, up, layout, into_up)
                 del operand
                 _add_bias(layout, projected, up_bias, None)
@@ -161,9 +179,9 @@ class _MXFP8Experts(torch.autograd.Function):
                 keep = weight_at == "source" and needs[1]
                 out, gathered = d.give_back(state, y, by_route, keep)
         rebuild = arrived.rebuild
-        kept_rows: tuple[Tensor, ...] = ()
+        kept_rows: tuple[Tensor | None, ...] = ()
         if needs[2]:
-            kept_rows = (rows,) if rebuild is None else rebuild.tensors
+            kept_rows = (received.rows,) if rebuild is None else rebuild.tensors
         tensors = state.tensors()
         ctx.context = _Context(
             d,
@@ -233,16 +251,17 @@ class Backward:
                 rows = self.d.wires.combine.decode(self.gathered.view(t * k, wide))
                 rows = rows.view(t, k, self.d.hidden_size).float()
                 self.dweight = (rows * self.grad.float().unsqueeze(1)).sum(2).to(self.c.weight_dtype)
-        self.grad_rows = self.d.send_grad(self.state, self.grad, scale)
+        self.received = self.d.receive_grad(self.state, self.grad, scale)
 
     def down_projection(self) -> None:
         """The gradient of the hidden rows. Under ``hidden`` and ``output`` the router weight is still missing in it."""
         gemm, offsets = self.gemm, self.layout.offsets
-        operand = as_form(self.grad_rows, gemm.form, gemm.rounding, dtype=self.d.dtype, offsets=offsets)
-        self.grad_plain = operand.data
-        if operand.form != "plain" and (self.needs[3] or self.down_bias is not None):
-            plain = as_form(self.grad_rows, "plain", gemm.rounding, dtype=self.d.dtype, offsets=offsets)
+        operand = self.received.operand(gemm.form, gemm.rounding, dtype=self.d.dtype, offsets=offsets)
+        self.grad_plain: Tensor | None = None
+        if self.needs[3] or self.down_bias is not None:
+            plain = self.received.operand("plain", gemm.rounding, dtype=self.d.dtype, offsets=offsets)
             self.grad_plain = plain.data
+        del self.received
         self.dhidden = gemm.product(operand, self.down, self.layout, 3 - self.into_up)
 
     def activation(self) -> None:
@@ -261,18 +280,19 @@ class Backward:
         )
         del self.dhidden
         self.dprojected, self.operand, self.dots = found.dup, found.operand, found.dweights
-        if self.needs[3]:
-            self.ddown = self._weight_gradient(self.grad_plain, found.hidden, self.down)
-        if self.down_bias is not None:
-            groups = self.layout.sums(self.grad_plain.shape[0])
+        grad = self.grad_plain
+        if self.needs[3] and grad is not None:
+            self.ddown = self._weight_gradient(grad, found.hidden, self.down)
+        if self.down_bias is not None and grad is not None:
+            groups = self.layout.sums(grad.shape[0])
             if self.needs[5]:
-                self.ddown_bias = groups.sum(self.grad_plain, column(weights, torch.float32)).to(self.down_bias.dtype)
+                self.ddown_bias = groups.sum(grad, column(weights, torch.float32)).to(self.down_bias.dtype)
             if self.dots is not None:
-                self.dots = self.dots + groups.dot_bias(self.grad_plain, self.down_bias.to(self.grad_plain.dtype))
+                self.dots = self.dots + groups.dot_bias(grad, self.down_bias.to(grad.dtype))
         if self.up_bias is not None and self.needs[4]:
             groups = self.layout.sums(self.dprojected.shape[0])
             self.dup_bias = groups.sum(self.dprojected, None).to(self.up_bias.dtype)
-        del self.grad_rows, self.grad_plain
+        del self.grad_plain
 
     def up_projection_input(self) -> None:
         """The gradient of the dispatched rows."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..dispatch.base import Arrived, span
 from ..dispatch.layout import Part, Region
-from ..dispatch.rowwise import CHANNEL, EXHAUSTED, Pools, RowwiseDispatcher, RowwiseState
+from ..dispatch.rowwise import CHANNEL, EXHAUSTED, Pools, RowwiseDispatcher, RowwiseState, _moved
 from ..heap import Phase
 from ..heap.pool import Slot, SlotPool
 from ..kernels.fan_out import fan_out_torch, row_routes_torch
@@ -240,7 +240,8 @@ class RowwiseMXFP8(MXFP8Movements, RowwiseDispatcher):
                 if lease is not None:
                     region = self.scratch_region
                     self._write(region.view(lease, "rows"), region.view(lease, "scalars"), rows, scalars)
-            handles = self._exchange_handles(operation, state.layer, EXHAUSTED if slot is None else slot.handle | flag)
+            handle = EXHAUSTED if slot is None else slot.handle | flag
+            handles = self._exchange_handles(operation, state.layer, handle, _moved(rows, scalars))
             if slot is not None and EXHAUSTED not in handles:
                 break
             self._more_slots(self.scratch, handles)
@@ -273,7 +274,7 @@ class RowwiseMXFP8(MXFP8Movements, RowwiseDispatcher):
             return super()._reduce_put(operation, state, rows, scalars, weights)
         dest, layer, local_rows = state.map, state.layer, state.local_rows
         assert local_rows is not None
-        _, slot, handles = self._advertise(operation, layer, self.scratch)
+        _, slot, handles = self._advertise(operation, layer, self.scratch, _moved(rows, scalars))
         region, tokens = self.scratch_region, dest.tokens.tolist()
         with span("reduce and put"):
             if rows is not None:
