@@ -414,3 +414,45 @@ def test_a_closed_dispatcher_says_so(pool, form):
     """Fault: use after close reads freed memory, hangs, or blames something else."""
     for messages in pool.run(after_close, 3, form):
         assert all("closed" in message or "close()" in message for message in messages), messages
+
+
+def build_with_other_settings(rank: int, world: int) -> list[str]:
+    found = []
+    for change in (dict(weight_at="output"), dict(form="route"), dict(max_tokens=8), dict(dispatcher="block")):
+        config = EPConfig(**change) if rank == 1 else EPConfig()
+        try:
+            build_dispatcher(config, num_experts=6, top_k=2, hidden_size=8, dtype=torch.float32)
+            found.append("built")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_with_different_settings_are_told_so(pool):
+    """Wrong numbers without an error, or a hang: settings that change what a rank sends, and differ."""
+    for found in pool.run(build_with_other_settings, 3):
+        assert found[0].endswith(
+            "different settings of weight_at: rank 0: 'hidden', rank 1: 'output', rank 2: 'hidden'"
+        )
+        assert "form: rank 0: 'dedup', rank 1: 'route'" in found[1]
+        assert "max_tokens: rank 0: None, rank 1: 8" in found[2]
+        assert "dispatcher: rank 0: 'rowwise', rank 1: 'block'" in found[3]
+
+
+def block_with_one_gradient(rank: int, world: int, which: str) -> tuple[bool, bool]:
+    dispatcher = PROBLEM.dispatcher("block", "hidden")
+    experts, mine = make_experts(PROBLEM, rank, world), make_inputs(PROBLEM)[rank]
+    x, weight = mine.x.detach().clone(), mine.weight.detach().clone()
+    x.requires_grad_(which != "x" or rank == 0)
+    weight.requires_grad_(which != "weight" or rank == 0)
+    moe_step(dispatcher, x, mine.idx, weight, experts, layer="layers.0").sum().backward()
+    return x.grad is not None, weight.grad is not None
+
+
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_block_moves_gradients_that_only_some_ranks_need(pool, which):
+    """A collective that only the ranks enter whose input needs a gradient: the others would wait for it, or mix rows
+    up."""
+    got = pool.run(block_with_one_gradient, 3, which)
+    assert [x if which == "x" else w for x, w in got] == [True, False, False]
+    assert all(w if which == "x" else x for x, w in got)

@@ -62,6 +62,7 @@ def build_dispatcher(
         world=dist.get_world_size(group),
     )
     check_shape(num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, ep=kwargs["world"])
+    _agree(config, kwargs, group)
     if config.dispatcher == "block":
         return BlockDispatcher(config, group=group, **kwargs)
     kwargs["owns_heap"] = heap is None
@@ -74,3 +75,18 @@ def build_dispatcher(
         assert isinstance(heap, DeviceHeap)
         return DeviceRowwiseDispatcher(config, heap=heap, **kwargs)
     return RowwiseDispatcher(config, heap=heap, **kwargs)
+
+
+def _agree(config: EPConfig, shape: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """``ValueError`` on all ranks, naming the setting, where what must be alike on them is not; collective."""
+    own = {name: getattr(config, name) for name in ("dispatcher", "form", "weight_at", "max_tokens", "slots")}
+    own |= {f"capacity.{name}": value for name, value in vars(config.capacity).items()}
+    own |= {"launch.chunks": config.launch.chunks, "dtype": str(shape["dtype"])}
+    own |= {name: shape[name] for name in ("num_experts", "top_k", "hidden_size")}
+    everyone: list[Any] = [None] * shape["world"]
+    dist.all_gather_object(everyone, own, group=group)
+    for name in own:
+        values = [settings.get(name) for settings in everyone]
+        if any(value != values[0] for value in values):
+            said = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            raise ValueError(f"the ranks of the EP group were given different settings of {name}: {said}")

@@ -109,6 +109,9 @@ class Dispatcher(ABC, Generic[StateT]):
     shape."""
 
     name: str
+    moves_both_gradients = True
+    """Dispatch backward moves the gradients of rows and of weights whichever this rank needs, since another rank may
+    need the other; False where the ranks tell each other what they move."""
 
     def __init__(
         self,
@@ -277,10 +280,17 @@ class DispatchRows(torch.autograd.Function):
         with dispatcher.guard("dispatch backward", ctx.layer):
             need_x, need_weight = ctx.needs_input_grad[:2]
             state = ctx.kind.restore(ctx.layer, ctx.saved_tensors)
+            both = dispatcher.moves_both_gradients
             grad_x, grad_weight = dispatcher.return_grad(
-                state, grad_rows if need_x else None, grad_weights if need_weight else None
+                state, grad_rows if need_x or both else None, grad_weights if need_weight or both else None
             )
-            return grad_x, None if grad_weight is None else grad_weight.to(ctx.weight_dtype), None, None, None
+            return (
+                grad_x if need_x else None,
+                grad_weight.to(ctx.weight_dtype) if need_weight and grad_weight is not None else None,
+                None,
+                None,
+                None,
+            )
 
 
 class CombineRows(torch.autograd.Function):

@@ -91,6 +91,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
     together as soon as the exchanged counts show the need."""
 
     name = "rowwise"
+    moves_both_gradients = False
 
     def __init__(self, *args: Any, heap: Heap, owns_heap: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
