@@ -19,8 +19,8 @@ MAGIC_BITS = 0x4B400000
 
 
 def sigmoid_torch(x: Tensor) -> Tensor:
-    """1 / (1 + 2^(−x·log2 e)) of float32 ``x``."""
-    z = (x * -LOG2_E).clamp(-126.0, 126.0)
+    """1 / (1 + 2^(−x·log2 e)) of float32 ``x``, at least 2^-125: some divisions flush subnormal numbers."""
+    z = (x * -LOG2_E).clamp(-125.0, 125.0)
     shifted = z + MAGIC
     f = z - (shifted - MAGIC)
     p = torch.full_like(f, EXP2[4])

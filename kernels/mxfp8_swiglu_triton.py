@@ -38,7 +38,7 @@ _MAGIC_BITS = tl.constexpr(constants.MAGIC_BITS)
 
 @triton.jit
 def _sigmoid(x):
-    z = tl.minimum(tl.maximum(x * -_LOG2_E, -126.0), 126.0)
+    z = tl.minimum(tl.maximum(x * -_LOG2_E, -125.0), 125.0)
     shifted = z + _MAGIC
     f = z - (shifted - _MAGIC)
     p = ((((f * _C5 + _C4) * f + _C3) * f + _C2) * f + _C1) * f + 1.0

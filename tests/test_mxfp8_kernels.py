@@ -86,7 +86,8 @@ def _compiled(rank: int, world: int) -> None:
 
     assert len(compiled) == 11, sorted(compiled)
     for name, ptx in compiled.items():
-        flushed = re.findall(r"\S*\.ftz\S*", ptx)
+        # Triton 3.5's exact division flushes; SwiGLU divides one by numbers from one to 2^125.
+        flushed = [op for op in re.findall(r"\S*\.ftz\S*", ptx) if op != "div.rn.ftz.f32"]
         assert not flushed, f"{name} flushes subnormal numbers: {flushed[:3]}"
         fused = re.findall(r"\bfma\.rn\.f32", ptx)
         # Division is made of fused steps, and is exact; nothing else may fuse.
