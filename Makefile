@@ -9,8 +9,9 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m ep_plugin.launch experiment=demo
 
+# Run again once: a test whose process torch's own threads aborted (seen once in some thousand process starts).
 test: $(READY) $(MEGATRON_LATEST)/.ready
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q --reruns 1 --only-rerun 'terminate called without an active exception'
 
 lint: $(READY)
 	$(BIN)/ruff check .
