@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..config import EPConfig, one_of
 
 EXPERTS = ("megatron", "plugin")
@@ -84,11 +82,6 @@ def _check_plugin_experts(config: Any, etp_size: int) -> None:
     for name, on in refused.items():
         if on:
             raise ValueError(f"{name} is not available with experts='plugin': turn it off, or use experts='megatron'")
-
-
-def row_dtype(config: Any) -> torch.dtype:
-    """The dtype of the hidden states between the layers."""
-    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
 
 
 def forwards_in_flight(

@@ -40,10 +40,6 @@ from .base import (
 
 logger = logging.getLogger(__name__)
 
-STATUS_WORDS = (
-    8  # pinned host words: 0 = code of the phase that failed (0: none), 1 = kind, 2 = mask or rank of peers, 3… detail
-)
-
 
 @dataclass
 class Region:
@@ -81,7 +77,6 @@ class DeviceBuffer(SymmBuffer):
         self.rank, self.world, self.device, self.label = heap.rank, heap.world, heap.device, label
         self.region = region
         self.ptrs = torch.tensor(region.ptrs, dtype=torch.int64, device=heap.device)
-        self.host_ptrs = list(region.ptrs)
         self._heap = heap
 
     def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -132,9 +127,8 @@ class DeviceHeap(Heap):
             raise ValueError("this process is not a member of the group whose heap it opens")
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self.timeout_s = float(timeout_s)
-        self.status = torch.zeros(
-            sync.STATUS_WORDS, dtype=torch.int64
-        ).pin_memory()  # kernels write it, ``check`` reads it
+        # Kernels write it, ``check`` reads it.
+        self.status = torch.zeros(sync.STATUS_WORDS, dtype=torch.int64).pin_memory()
         self._phases: dict[int, Phase] = {}
         self._buffers: list[DeviceBuffer] = []
         self._closed = False
