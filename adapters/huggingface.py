@@ -321,10 +321,9 @@ def patch_model(
         heap = getattr(dispatchers[shape], "heap", None)  # the first one's, which closes it
     for parameter in sharded.values():
         _keep_own(parameter, groups)
-    dense = {name: p for name, p in model.named_parameters() if name not in sharded}
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ())) | set(sharded)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
-    gradients = ExpertGradients(dense, sharded, groups)
+    gradients = ExpertGradients(model, sharded, groups)
     gradients.checks += [dispatcher.check for dispatcher in dispatchers.values()]
     layers = [
         PatchedExperts(name, module, dispatchers[shapes[name]], layouts[name], gradients)
