@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import EPConfig, check_shape, one_of
-from ..dispatch import Dispatcher, RouteState, build_dispatcher
+from ..dispatch import RouteState
 from ..layer import Experts, ForeignExperts, moe_step
 from ..topology import ProcessGroups, experts_of
+from .huggingface_dispatchers import Dispatchers, Shape
 from .huggingface_experts import (
     ExpertsLayout,
     check_layout,
@@ -72,11 +73,14 @@ class PatchedExperts:
         self,
         name: str,
         module: nn.Module,
-        dispatcher: Dispatcher[Any],
+        dispatchers: Dispatchers,
+        shape: Shape,
         layout: ExpertsLayout | None,
         gradients: ExpertGradients,
     ) -> None:
-        self.name, self.module, self.dispatcher, self.gradients = name, module, dispatcher, gradients
+        self.name, self.module, self.gradients = name, module, gradients
+        self.dispatchers, self.shape = dispatchers, shape
+        dispatcher = dispatchers.of(shape)
         self.parameters = per_expert_parameters(name, module)
         # int64 [M, E] of the last training forward
         self.asked = self.accepted = torch.zeros(1, dispatcher.num_experts, dtype=torch.int64, device=dispatcher.device)
@@ -100,23 +104,38 @@ class PatchedExperts:
 
         An id of E is no route, as there. Weights keep their dtype, which may be float32 beside bfloat16 rows.
         """
-        d = self.dispatcher
-        with d.guard("plan", self.name):
+        with self.dispatchers.of(self.shape).guard("plan", self.name):
             self._check(hidden_states)
-        return moe_step(
+            dtype = self._row_dtype(hidden_states)
+        d = self.dispatchers.of(replace(self.shape, dtype=dtype))
+        out = moe_step(
             d,
-            hidden_states.reshape(-1, d.hidden_size),
+            hidden_states.reshape(-1, d.hidden_size).to(d.dtype),
             top_k_index.masked_fill(top_k_index == d.num_experts, -1),
             top_k_weights,
             self.experts,
             layer=self.name,
             observe=self._count,
-        ).view(hidden_states.shape)
+        )
+        return out.view(hidden_states.shape).to(hidden_states.dtype)
+
+    def _row_dtype(self, hidden_states: Tensor) -> torch.dtype:
+        """The dtype of the rows that travel and of the experts' products: autocast's, as in the module's own code,
+        which leaves float64 alone; elsewhere that of the weights."""
+        weight = next(iter(self.parameters.values())).dtype
+        device = hidden_states.device.type
+        if torch.is_autocast_enabled(device) and weight != torch.float64:
+            return torch.get_autocast_dtype(device)
+        if hidden_states.dtype != weight:
+            raise ValueError(
+                f"{self.name} has weights in {weight} and was called on {hidden_states.dtype} outside autocast"
+            )
+        return weight
 
     def _check(self, hidden_states: Tensor) -> None:
-        if hidden_states.device != self.dispatcher.device:
+        if hidden_states.device != self.shape.device:
             raise ValueError(
-                f"{self.name} was patched on {self.dispatcher.device} and called on {hidden_states.device}:"
+                f"{self.name} was patched on {self.shape.device} and called on {hidden_states.device}:"
                 " move the model, then patch it"
             )
         for key, parameter in self.parameters.items():
@@ -164,7 +183,7 @@ class PatchedModel:
         self,
         model: nn.Module,
         groups: ProcessGroups | None,
-        dispatchers: list[Dispatcher[Any]],
+        dispatchers: Dispatchers,
         layers: list[PatchedExperts],
         gradients: ExpertGradients,
     ) -> None:
@@ -246,7 +265,7 @@ class PatchedModel:
         return Metrics(
             drop_rate=(asked - accepted).double() / asked.clamp(min=1),
             expert_load={layer.name: layer.asked.sum(0) for layer in self.layers},
-            bytes_sent=sum(dispatcher.stats().get("bytes_sent", 0) for dispatcher in self.dispatchers),
+            bytes_sent=self.dispatchers.bytes_sent(),
         )
 
     def close(self) -> None:
@@ -255,8 +274,7 @@ class PatchedModel:
         for layer in self.layers:
             layer.close()
         self.gradients.close()
-        for dispatcher in reversed(self.dispatchers):
-            dispatcher.close()
+        self.dispatchers.close()
 
 
 def patch_model(
@@ -305,42 +323,20 @@ def patch_model(
     if groups is not None:
         broadcast_start(model, groups.dp) if broadcast else check_same_start(model, groups.dp)
 
-    dispatchers: dict[_Shape, Dispatcher[Any]] = {}
-    heap = None
-    for shape in dict.fromkeys(shapes.values()):
-        dispatchers[shape] = build_dispatcher(
-            config,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            hidden_size=shape.hidden_size,
-            dtype=shape.dtype,
-            group=None if groups is None else groups.ep_mp,
-            device=shape.device,
-            heap=heap,
-        )
-        heap = getattr(dispatchers[shape], "heap", None)  # the first one's, which closes it
+    dispatchers = Dispatchers(config, None if groups is None else groups.ep_mp)
+    for shape in shapes.values():
+        dispatchers.of(shape)
     for parameter in sharded.values():
         _keep_own(parameter, groups)
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ())) | set(sharded)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
     gradients = ExpertGradients(model, sharded, groups)
-    gradients.checks += [dispatcher.check for dispatcher in dispatchers.values()]
+    gradients.checks.append(dispatchers.check)
     layers = [
-        PatchedExperts(name, module, dispatchers[shapes[name]], layouts[name], gradients)
+        PatchedExperts(name, module, dispatchers, shapes[name], layouts[name], gradients)
         for name, module in modules.items()
     ]
-    return PatchedModel(model, groups, list(dispatchers.values()), layers, gradients)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What layers must share to share a dispatcher."""
-
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
+    return PatchedModel(model, groups, dispatchers, layers, gradients)
 
 
 def _check_groups(config: EPConfig, groups: ProcessGroups | None) -> None:
@@ -381,7 +377,7 @@ def _layout(name: str, module: nn.Module) -> ExpertsLayout:
     return layout_of(name, module)
 
 
-def _shape(name: str, module: nn.Module, config: EPConfig, groups: ProcessGroups | None, top_k: int | None) -> _Shape:
+def _shape(name: str, module: nn.Module, config: EPConfig, groups: ProcessGroups | None, top_k: int | None) -> Shape:
     weights = per_expert_parameters(name, module)
     down = weights["down_proj"]
     if top_k is None:
@@ -394,7 +390,7 @@ def _shape(name: str, module: nn.Module, config: EPConfig, groups: ProcessGroups
     check_shape(
         num_experts=down.shape[0], top_k=top_k, hidden_size=hidden_size, ep=1 if groups is None else groups.layout.ep_mp
     )
-    return _Shape(down.shape[0], top_k, hidden_size, down.dtype, down.device)
+    return Shape(down.shape[0], top_k, hidden_size, down.dtype, down.device)
 
 
 def _sharded(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:

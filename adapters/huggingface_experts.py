@@ -43,13 +43,20 @@ class ExpertsLayout:
     activation: Activation
 
     def run(self, module: nn.Module, d: Dispatched, weight_at: WeightAt) -> Tensor:
-        """The experts of ``module`` over the rows of ``d``, reading its parameters in place; [R, D]."""
+        """The experts of ``module`` over the rows of ``d``, reading its parameters in place; [R, D].
+
+        Parameters of another dtype than the rows' (under autocast) are cast first."""
+
+        def cast(name: str) -> Tensor:
+            weight: Tensor = getattr(module, name)
+            return weight.to(d.rows.dtype)
+
         return grouped_mlp(
             d,
-            getattr(module, self.up),
-            getattr(module, self.down),
-            up_bias=None if self.up_bias is None else getattr(module, self.up_bias),
-            down_bias=None if self.down_bias is None else getattr(module, self.down_bias),
+            cast(self.up),
+            cast(self.down),
+            up_bias=None if self.up_bias is None else cast(self.up_bias),
+            down_bias=None if self.down_bias is None else cast(self.down_bias),
             activation=self.activation,
             weight_at=weight_at,
             transposed=self.transposed,

@@ -1,0 +1,65 @@
+"""The dispatchers of one patched model: one for every shape and row dtype that its layers use, on one heap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import EPConfig
+from ..dispatch import Dispatcher, build_dispatcher
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What layers must share to share a dispatcher: E, K, D, the dtype of the rows and the device."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Dispatchers:
+    """Built when a shape is first asked for, which is collective over ``group`` (the EP_MP group; None: no group)."""
+
+    def __init__(self, config: EPConfig, group: dist.ProcessGroup | None) -> None:
+        self.config, self.group = config, group
+        self._made: dict[Shape, Dispatcher[Any]] = {}
+
+    def of(self, shape: Shape) -> Dispatcher[Any]:
+        """The dispatcher of ``shape``. Raises ``ValueError`` for settings or shapes that do not fit."""
+        if shape not in self._made:
+            first = next(iter(self), None)
+            self._made[shape] = build_dispatcher(
+                self.config,
+                num_experts=shape.num_experts,
+                top_k=shape.top_k,
+                hidden_size=shape.hidden_size,
+                dtype=shape.dtype,
+                group=self.group,
+                device=shape.device,
+                heap=getattr(first, "heap", None),  # the first one's, which closes it
+            )
+        return self._made[shape]
+
+    def __iter__(self) -> Iterator[Dispatcher[Any]]:
+        return iter(self._made.values())
+
+    def check(self) -> None:
+        """Raise what a dispatcher could not raise when it happened."""
+        for dispatcher in self:
+            dispatcher.check()
+
+    def bytes_sent(self) -> int:
+        """Row bytes that this rank wrote to or read from other ranks."""
+        return sum(dispatcher.stats().get("bytes_sent", 0) for dispatcher in self)
+
+    def close(self) -> None:
+        """Close all, the first, which owns the heap, last. Collective and idempotent."""
+        for dispatcher in reversed(list(self)):
+            dispatcher.close()
