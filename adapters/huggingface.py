@@ -45,6 +45,7 @@ from .huggingface_experts import (
 )
 from .huggingface_gradients import ExpertGradients
 from .huggingface_replicas import broadcast_start, check_same_start
+from .huggingface_routes import keep_routes
 
 EXPERTS = ("ours", "foreign")
 
@@ -330,6 +331,7 @@ def patch_model(
         _keep_own(parameter, groups)
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ())) | set(sharded)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
+    keep_routes(model)
     gradients = ExpertGradients(model, sharded, groups)
     gradients.checks.append(dispatchers.check)
     layers = [
