@@ -6,8 +6,9 @@ Legend: R rows, F expert width, G = 2F for a gated activation, else F.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels.gated_swish import GatedSwish
 from ..kernels.reduce import accumulation_dtype
 from .groups import valid_rows, zero_padding
 
@@ -97,6 +99,14 @@ class Activation:
         return cls("clamped_swiglu", True, interleaved, limit, up_offset=1.0, function=function)
 
     @property
+    def gated_swish(self) -> GatedSwish | None:
+        """What the fused kernels take this activation for; None: they do not know it."""
+        if not self.gated or self.whole is not None:
+            return None
+        alpha = _SWISH_ALPHA.get(self.name) if self.function is None else _alpha_of(self.function)
+        return None if alpha is None else GatedSwish(alpha, self.limit, self.up_offset, self.interleaved)
+
+    @property
     def inputs_per_output(self) -> int:
         """G / F: 2 if gated, else 1."""
         return 2 if self.gated else 1
@@ -121,42 +131,106 @@ def _scaled_swish(x: Tensor, alpha: float) -> Tensor:
     return x * torch.sigmoid(alpha * x)
 
 
-def hidden_rows(up: Tensor, weights: Tensor | None, activation: Activation) -> Tensor:
-    """activation(up) · weights in acc dtype, rounded once. up [R, G], weights [R] or None → [R, F], dtype of `up`."""
-    hidden = activation(up.to(accumulation_dtype(up.dtype)))
-    if weights is not None:
-        hidden = hidden * weights[:, None].to(hidden.dtype)
-    return hidden.to(up.dtype)
+_SWISH_ALPHA = {"silu": 1.0, "swish": 1.0, "quick_gelu": 1.702}
+
+
+def _alpha_of(function: Callable[[Tensor], Tensor]) -> float | None:
+    """alpha where ``function`` is x·sigmoid(alpha·x) as we write it."""
+    if function is F.silu or type(function) is torch.nn.SiLU:
+        return 1.0
+    if isinstance(function, partial) and function.func is _scaled_swish and not function.args:
+        return float(function.keywords["alpha"])
+    return None
+
+
+KERNEL_DEVICES = ("cuda",)
+
+
+@cache
+def _kernels() -> Any:
+    """The module of the fused kernels; None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from ..kernels import gated_swish_triton
+
+    return gated_swish_triton
+
+
+def _fused(up: Tensor, activation: Activation) -> GatedSwish | None:
+    """The kernels' form of ``activation`` if they take ``up`` [R, G]: on a GPU, in a dtype that accumulates in
+    float32."""
+    if up.device.type not in KERNEL_DEVICES or accumulation_dtype(up.dtype) != torch.float32:
+        return None
+    if torch.compiler.is_dynamo_compiling() or _kernels() is None:  # a compiler fuses torch's operations itself
+        return None
+    return activation.gated_swish
+
+
+def hidden_rows(
+    up: Tensor, weights: Tensor | None, offsets: Tensor, activation: Activation, *, num_rows: int | None = None
+) -> Tensor:
+    """activation(up) · weights in acc dtype, rounded once. up [R, G], weights [R] or None, offsets int64 [E_l+1] →
+    [R, F], dtype of `up`; see ``weighted_activation``."""
+    total, valid = up.shape[0], valid_rows(offsets, num_rows, up.shape[0])
+    shape = _fused(up, activation)
+    if shape is not None:
+        hidden = up.new_empty(total, up.shape[1] // 2)
+        rows = up.detach().contiguous()
+        _kernels().gated_swish(rows, _plain(weights), hidden, shape, num_rows=offsets[-1:])
+        hidden[valid:].zero_()
+        return hidden
+    with torch.autocast(up.device.type, enabled=False):
+        hidden = activation(up[:valid].to(accumulation_dtype(up.dtype)))
+        if weights is not None:
+            hidden = hidden * weights[:valid, None].to(hidden.dtype)
+        return _padded(hidden.to(up.dtype), total)
 
 
 def weighted_activation(
-    up: Tensor, weights: Tensor | None, offsets: Tensor, activation: Activation, *, num_rows: int | None = None
+    up: Tensor,
+    weights: Tensor | None,
+    offsets: Tensor,
+    activation: Activation,
+    *,
+    num_rows: int | None = None,
+    consume: bool = False,
 ) -> Tensor:
     """h[r] = activation(up[r]) · weights[r], computed in acc dtype and rounded once.
 
     up [R, G], weights [R] or None, offsets int64 [E_l+1] → [R, F] in the dtype of `up`. Keeps `up` and `weights` alone
     for backward and computes the activation again there. dweights[r] = ⟨dh[r], activation(up[r])⟩ in acc dtype, zero on
-    padding. Padding rows of h and of the gradient of `up` are zero where the host knows the number of rows.
+    padding. Padding rows of h and of the gradient of `up` are zero where the host knows the number of rows; on a GPU
+    with `num_rows=None` they are unspecified.
+
+    On a GPU a gated swish (SwiGLU, quick_gelu, gpt_oss's) is one kernel forward and one backward over the valid rows;
+    its sigmoid differs from torch's in the last bit of float32. `consume`: nobody reads `up` after this node's last
+    backward, which may then write the gradient there.
     """
-    return _WeightedActivation.apply(up, weights, offsets, activation, num_rows)
+    return _WeightedActivation.apply(up, weights, offsets, activation, num_rows, consume)
 
 
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, up: Tensor, weights: Tensor | None, offsets: Tensor, activation: Activation, num_rows: int | None
+        ctx: Any,
+        up: Tensor,
+        weights: Tensor | None,
+        offsets: Tensor,
+        activation: Activation,
+        num_rows: int | None,
+        consume: bool,
     ) -> Tensor:
-        ctx.activation, ctx.num_rows = activation, num_rows
+        ctx.activation, ctx.num_rows, ctx.consume = activation, num_rows, consume
         ctx.save_for_backward(up, weights, offsets)
-        total, valid = up.shape[0], valid_rows(offsets, num_rows, up.shape[0])
-        with torch.autocast(up.device.type, enabled=False):
-            hidden = hidden_rows(up[:valid], None if weights is None else weights[:valid], activation)
-        return _padded(hidden, total)
+        return hidden_rows(up, weights, offsets, activation, num_rows=num_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
         up, weights, offsets = ctx.saved_tensors
+        shape = _fused(up, ctx.activation)
+        if shape is not None:
+            return *_fused_backward(ctx, up, weights, offsets, dhidden, shape), None, None, None, None
         total, valid = up.shape[0], valid_rows(offsets, ctx.num_rows, up.shape[0])
         dup = dweights = None
         with torch.autocast(up.device.type, enabled=False):
@@ -172,7 +246,32 @@ class _WeightedActivation(torch.autograd.Function):
                 grad = dhidden if weights is None else dhidden * weights[:valid, None].to(dhidden.dtype)
                 (dup,) = torch.autograd.grad(hidden, up_acc, grad)
                 dup = _padded(dup.to(up.dtype), total)
-        return dup, dweights, None, None, None
+        return dup, dweights, None, None, None, None
+
+
+def _fused_backward(
+    ctx: Any, up: Tensor, weights: Tensor | None, offsets: Tensor, dhidden: Tensor, shape: GatedSwish
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `up` and `weights`, one pass over the valid rows."""
+    total, valid = up.shape[0], valid_rows(offsets, ctx.num_rows, up.shape[0])
+    dup = dweights = None
+    rows = up.detach().contiguous()
+    if ctx.needs_input_grad[0]:
+        # A graph that is kept may come here again, and needs `up` then.
+        last = ctx.consume and not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        dup = rows if last else torch.empty_like(rows)
+    if ctx.needs_input_grad[1]:
+        dweights = torch.empty(total, dtype=torch.float32, device=up.device)
+    _kernels().gated_swish_backward(
+        rows, _plain(weights), dhidden.contiguous(), shape, dup=dup, dweights=dweights, num_rows=offsets[-1:]
+    )
+    if dup is not None:
+        dup[valid:].zero_()
+    return dup, None if dweights is None or weights is None else dweights.to(weights.dtype)
+
+
+def _plain(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.detach().to(torch.float32).contiguous()
 
 
 def _padded(part: Tensor, total: int) -> Tensor:

@@ -22,9 +22,9 @@ WeightAt = Literal["input", "hidden", "output", "source"]
 
 
 def _hidden_again(tensors: tuple[Tensor, ...], num_rows: int | None, *, activation: Activation) -> Tensor:
-    """The down projection's input from the up output [R, G] and, if they are applied here, the weights [R]."""
-    up, *weights = (tensor[:num_rows] for tensor in tensors)
-    return hidden_rows(up, weights[0] if weights else None, activation)
+    """The down projection's input from offsets [E_l+1], the up output [R, G] and, if applied here, the weights [R]."""
+    offsets, up, *weights = tensors
+    return hidden_rows(up, weights[0] if weights else None, offsets, activation, num_rows=num_rows)
 
 
 def grouped_mlp(
@@ -71,10 +71,10 @@ def grouped_mlp(
         saved_rows=d.rebuild,
         backend=backend,
     )
-    hidden = weighted_activation(projected, hidden_weights, d.offsets, activation, num_rows=d.num_rows)
+    hidden = weighted_activation(projected, hidden_weights, d.offsets, activation, num_rows=d.num_rows, consume=True)
     saved_hidden = None
     if recompute_hidden:
-        kept = (projected,) if hidden_weights is None else (projected, hidden_weights)
+        kept = (d.offsets, projected) if hidden_weights is None else (d.offsets, projected, hidden_weights)
         again = partial(_hidden_again, activation=activation)
         saved_hidden = Rebuild(tuple(tensor.detach() for tensor in kept), again)
     y = grouped_linear(
