@@ -11,12 +11,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-DISPATCHERS = ("local", "block", "rowwise")
+DISPATCHERS = ("local", "block", "rowwise", "deepep")
 FORMS = ("dedup", "route")
 HEAPS = ("auto", "shm", "torch", "nvshmem")
 POLICIES = ("dropless", "rank", "source", "expert")
 WEIGHT_AT = ("hidden", "input", "output", "source")
 FILLS = ("none", "zero", "nan")
+SCHEDULES = ("none", "wave_sequential", "wave_overlapped", "auto")
+WAVES_BY = ("token", "expert")
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -72,19 +74,84 @@ class LaunchConfig:
                 )
 
 
+@dataclass(unsafe_hash=True)
+class DeepEPConfig:
+    """How DeepEP is driven; ``ep-bench tune --backend deepep`` finds the values of a shape.
+
+    ``sms``: multiprocessors that a movement's main kernel occupies (even; its copies use all). ``qps``: queue pairs in
+    use and ``allocated_qps`` made, per peer, where rows cross a network; 0 leaves the choice to DeepEP. ``hybrid``:
+    rows cross nodes once and are spread there over NVLink; null: where the group spans nodes. ``host_sync``: wait for
+    the row counts on the host, so that the buffers of received rows are exact and not those of the worst case, tokens
+    of all ranks times min(K, E_l)."""
+
+    sms: int = 64
+    qps: int = 0
+    allocated_qps: int = 0
+    hybrid: bool | None = None
+    host_sync: bool = False
+
+    def validate(self) -> None:
+        if self.sms < 4 or self.sms % 2 or self.sms > 160:
+            raise ValueError(f"deepep.sms={self.sms} must be an even number of multiprocessors from 4 to 160")
+        if self.qps < 0 or self.qps == 1:
+            raise ValueError(f"deepep.qps={self.qps} must be at least 2, or 0 for DeepEP's choice")
+        if self.allocated_qps < 0 or 0 < self.allocated_qps < max(2, self.qps):
+            raise ValueError(
+                f"deepep.allocated_qps={self.allocated_qps} must be at least deepep.qps={self.qps}, or 0 for DeepEP's"
+                " choice"
+            )
+
+
+@dataclass
+class ScheduleConfig:
+    """When rows move and when experts compute (report, section 5.9).
+
+    ``kind``: ``none`` dispatches, computes and combines the whole batch, one after another. ``wave_overlapped`` cuts it
+    into ``waves`` parts, so that dispatch of the next part, experts of this one and combine of the one before run
+    beside each other. ``wave_sequential`` runs the same parts on one stream: the control that separates smaller
+    products from running beside communication. ``auto`` takes what was fastest for the shape in ``table``, a file that
+    ``ep-bench waves`` writes, and ``none`` for a shape that is not in it.
+
+    ``by``: parts of consecutive tokens, or of consecutive experts; the latter multiply what ``form='dedup'`` moves.
+    ``width``: multiprocessors' worth of programs for the kernels that cross the link, under every schedule; 0 keeps
+    ``launch``. ``spare``: multiprocessors that expert GEMMs leave to communication under ``wave_overlapped``; null
+    takes ``width``, at most 32, or 16 where that is 0."""
+
+    kind: str = "none"
+    waves: int = 2
+    by: str = "token"
+    width: int = 0
+    spare: int | None = None
+    table: str | None = None
+
+    def validate(self) -> None:
+        one_of("schedule.kind", self.kind, SCHEDULES)
+        one_of("schedule.by", self.by, WAVES_BY)
+        if not 1 <= self.waves <= 64:
+            raise ValueError(f"schedule.waves={self.waves} must be 1 to 64")
+        if self.width < 0:
+            raise ValueError(f"schedule.width={self.width} must be a number of multiprocessors, or 0 to keep launch")
+        if self.spare is not None and self.spare < 0:
+            raise ValueError(f"schedule.spare={self.spare} must be a number of multiprocessors, or null")
+        if self.kind == "auto" and self.table is None:
+            raise ValueError(
+                "schedule.kind='auto' chooses from a table: set schedule.table to a file that ep-bench waves wrote"
+            )
+
+
 @dataclass
 class EPConfig:
     """One expert-parallel path.
 
-    ``dispatcher``: ``local`` (no EP), ``block`` (all-to-all of packed blocks, host split lists) or ``rowwise``
-    (one-sided rows on a symmetric heap). ``form`` of rowwise: ``dedup`` sends a token once per expert rank, ``route``
-    once per route (the report's form). ``heap``: the symmetric heap of rowwise. ``weight_at``: where the router weight
-    is applied (``hidden`` before the down projection, ``input`` before the up projection, ``output`` in the sum on the
+    ``dispatcher``: ``local`` (no EP), ``block`` (all-to-all of packed blocks, host split lists), ``rowwise``
+    (one-sided rows on a symmetric heap) or ``deepep`` (DeepEP v2, an engine of its own). ``form`` of rowwise:
+    ``dedup`` sends a token once per expert rank, ``route`` once per route (the report's form). ``heap``: the symmetric
+    heap of rowwise. ``weight_at``: where the router weight is applied (``hidden`` before the down projection, ``input`` before the up projection, ``output`` in the sum on the
     expert rank, ``source`` in the sum at the token). ``max_tokens``: the most tokens a rank passes to one layer call;
     ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
     payload buffers, one per forward in flight (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on
-    GPUs. ``timeout_s``: how long any wait of rowwise for a peer lasts before it fails and
-    stops the group; ``block`` waits as long as its process group does. ``diagnostic_fill``
+    GPUs. ``timeout_s``: how long any wait of rowwise for a peer lasts before it fails and stops the group, and of
+    deepep before the GPU traps; ``block`` waits as long as its process group does. ``diagnostic_fill``
     clears (``zero``) or poisons (``nan``) every buffer before use; it costs a pass over the whole buffer and is for
     debugging."""
 
@@ -94,6 +161,8 @@ class EPConfig:
     weight_at: str = "hidden"
     capacity: CapacityConfig = field(default_factory=CapacityConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    deepep: DeepEPConfig = field(default_factory=DeepEPConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     max_tokens: int | None = None
     slots: int | None = None
     timeout_s: float = 300.0
@@ -108,6 +177,18 @@ class EPConfig:
         one_of("diagnostic_fill", self.diagnostic_fill, FILLS)
         self.capacity.validate()
         self.launch.validate()
+        self.deepep.validate()
+        self.schedule.validate()
+        if self.dispatcher == "local" and self.schedule.kind != "none":
+            raise ValueError(
+                f"schedule.kind={self.schedule.kind!r} overlaps communication, and dispatcher='local' has none: use"
+                " 'none'"
+            )
+        if self.dispatcher == "deepep" and self.weight_at == "source":
+            raise ValueError(
+                "weight_at='source' weights every route at the token, but DeepEP sums a token's rows on the expert"
+                " rank; use weight_at='hidden' or 'output'"
+            )
         if self.dispatcher == "rowwise" and self.form == "dedup" and self.weight_at == "source":
             raise ValueError(
                 "weight_at='source' weights every route at the token, which excludes the sum on the expert rank that"

@@ -82,8 +82,8 @@ def grouped_linear(
     Raises ValueError for shapes, dtypes, offsets or a backend that do not fit, quoting them.
     """
     _check(rows, weight, offsets, bias, row_weight, bias_weight, transposed, out)
-    dtype = _product_dtype(rows, weight, bias)
-    call = _Call(transposed, num_rows, saved_rows, out, _choose(backend, rows, weight, dtype), dtype)
+    dtype = product_dtype(rows, weight, bias)
+    call = _Call(transposed, num_rows, saved_rows, out, choose_backend(backend, rows, weight, dtype), dtype)
     return _GroupedLinear.apply(rows, weight, bias, row_weight, bias_weight, offsets, call)
 
 
@@ -121,11 +121,11 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (weight, bias, row_weight, bias_weight))
 
         with torch.autocast(rows.device.type, enabled=False):
-            groups = _groups(call.backend, offsets, call.num_rows, rows.shape[0])
+            groups = groups_of(call.backend, offsets, call.num_rows, rows.shape[0])
             out = None if call.out is None else call.out[: rows.shape[0]].detach()
             target = out if out is not None and out.dtype == call.dtype else None
             matrices = weight.to(call.dtype) if call.transposed else weight.to(call.dtype).transpose(1, 2)
-            y = groups.matmul(_weighted(rows, row_weight, groups.valid, call.dtype), matrices, target)
+            y = groups.matmul(weighted_rows(rows, row_weight, groups.valid, call.dtype), matrices, target)
             if bias is not None:
                 groups.add_bias(y, bias.to(call.dtype), column(bias_weight, accumulation_dtype(call.dtype)))
             if out is None:
@@ -145,12 +145,12 @@ class _GroupedLinear(torch.autograd.Function):
         acc = accumulation_dtype(ctx.dtype)
 
         with torch.autocast(dy.device.type, enabled=False):
-            groups = _groups(ctx.backend, offsets, ctx.num_rows, total)
+            groups = groups_of(ctx.backend, offsets, ctx.num_rows, total)
             dy = dy.to(ctx.dtype)
             if needs[1] or needs[3]:
                 rows: Tensor = rows_kept[0] if ctx.rebuild is None else ctx.rebuild(tuple(rows_kept), groups.valid)
             if needs[1]:
-                weighted = _weighted(rows, row_weight, groups.valid, ctx.dtype)
+                weighted = weighted_rows(rows, row_weight, groups.valid, ctx.dtype)
                 pair = (weighted, dy[: weighted.shape[0]])
                 dweight = groups.outer(*(pair if ctx.transposed else pair[::-1])).to(weight_dtype)
                 del weighted, pair
@@ -163,7 +163,7 @@ class _GroupedLinear(torch.autograd.Function):
                     drow_weight[:valid] = (dproduct[:valid].to(acc) * rows[:valid].to(acc)).sum(-1)
                     drow_weight = zero_padding(drow_weight, offsets).to(row_weight_dtype)
                 if needs[0]:
-                    drows = _weighted(dproduct, row_weight, groups.valid, rows_dtype)
+                    drows = weighted_rows(dproduct, row_weight, groups.valid, rows_dtype)
             if needs[2]:
                 dbias = groups.sum(dy, column(bias_weight, acc)).to(bias_dtype)
             if needs[4]:
@@ -171,7 +171,7 @@ class _GroupedLinear(torch.autograd.Function):
         return drows, dweight, dbias, drow_weight, dbias_weight, None, None
 
 
-def _weighted(rows: Tensor, row_weight: Tensor | None, valid: int, dtype: torch.dtype) -> Tensor:
+def weighted_rows(rows: Tensor, row_weight: Tensor | None, valid: int, dtype: torch.dtype) -> Tensor:
     """rows [R, ·] in `dtype`, times row_weight [R] in acc dtype, rounded once; `rows` itself if nothing changes."""
     if row_weight is None and rows.dtype == dtype:
         return rows
@@ -185,12 +185,12 @@ def _weighted(rows: Tensor, row_weight: Tensor | None, valid: int, dtype: torch.
     return out
 
 
-def _groups(backend: str, offsets: Tensor, num_rows: int | None, total: int) -> Groups:
+def groups_of(backend: str, offsets: Tensor, num_rows: int | None, total: int) -> Groups:
     valid = valid_rows(offsets, num_rows, total)
     return HostLoop(offsets, valid) if backend == "loop" else GroupedMM(offsets, valid)
 
 
-def _product_dtype(rows: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+def product_dtype(rows: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     device = rows.device.type
     dtypes = {t.dtype for t in (rows, weight, bias) if t is not None}
     if torch.is_autocast_enabled(device) and torch.float64 not in dtypes:  # autocast leaves float64 alone
@@ -201,7 +201,7 @@ def _product_dtype(rows: Tensor, weight: Tensor, bias: Tensor | None) -> torch.d
     return rows.dtype
 
 
-def _choose(backend: str, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> str:
+def choose_backend(backend: str, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> str:
     one_of("backend", backend, _BACKENDS)
     if backend == "loop" or (backend == "auto" and rows.device.type == "cpu"):
         return "loop"
