@@ -351,11 +351,7 @@ def receive(ticket: Tensor, counter: Tensor, mail: Tensor, records: Tensor, watc
     ``mail``: int64 [2, M, words >= n], this rank's mailboxes by parity and source. If the wait fails all records are
     −1: no handle, no tokens, no counts, so that what follows moves nothing.
     """
-    if records.shape[0] != mail.shape[1] or not records.is_contiguous() or mail.stride(2) != 1:
-        raise ValueError(
-            f"records {list(records.shape)} must be contiguous [M, n] and mail {list(mail.shape)} [2, M, words] with "
-            f"words one behind another"
-        )
+    require_mail(records, mail)
     _receive[(1,)](
         ticket,
         counter,
@@ -388,3 +384,12 @@ def set_abort(abort_at: Peers, value: int) -> None:
 def _require_plain(peers: Peers) -> None:
     if peers.handles is not None:
         raise ValueError("signals, mailboxes and abort words lie at fixed places: these peers must have no handles")
+
+
+def require_mail(records: Tensor, mail: Tensor) -> None:
+    """ValueError unless ``records`` [M, n] fit what ``mail`` [2, M, words] holds."""
+    if records.shape[0] != mail.shape[1] or not records.is_contiguous() or mail.stride(2) != 1:
+        raise ValueError(
+            f"records {list(records.shape)} must be contiguous [M, n] and mail {list(mail.shape)} [2, M, words] with "
+            f"words one behind another"
+        )

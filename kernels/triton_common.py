@@ -32,7 +32,7 @@ PEER_INTEGERS = ("handle_stride", "max_handle", "offset")
 RANGE_INTEGERS = ("first_source", "sources", "world", "begin", "length", "t_max")
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
-_ALIGNMENT = tl.constexpr(HANDLE_ALIGNMENT)
+PEER_ALIGNMENT = tl.constexpr(HANDLE_ALIGNMENT)
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def peer_address(base, handles, handle_stride, max_handle, offset, rank):
     address = tl.load(base + rank) + offset
     if handles is not None:
         handle = tl.load(handles + rank * handle_stride)
-        good = (handle >= 0) & (handle <= max_handle) & (handle % _ALIGNMENT == 0)
+        good = (handle >= 0) & (handle <= max_handle) & (handle % PEER_ALIGNMENT == 0)
         address = tl.where(good, address + handle, 0)
     return address
 
@@ -80,11 +80,15 @@ def triton_dtype(dtype: torch.dtype):
 @dataclass(frozen=True)
 class Launch:
     """Shape of one kernel launch: ``programs`` at most, ``warps`` of 32 threads in each, ``block`` columns of a row
-    that a program moves at once (None: chosen by the row's width)."""
+    that a program moves at once (None: chosen by the row's width).
+
+    ``tile``: bytes under way at once in kernels whose programs move several rows side by side. Few programs that are
+    wide keep stores that wait for the link on few multiprocessors, and out of the way of everything else."""
 
     programs: int
     warps: int = 4
     block: int | None = None
+    tile: int = 0
 
     def columns(self, width: int, most: int = 4096) -> int:
         """The block: of the powers of two up to ``most``, one that pads ``width`` least without cutting it small."""
@@ -104,6 +108,12 @@ class Launch:
         """As many threads in all, in programs narrow enough that each thread moves 16 bytes of a block at once."""
         warps = max(1, min(self.warps, block * itemsize // (16 * 32)))
         return replace(self, programs=self.programs * self.warps // warps, warps=warps)
+
+    def rows(self, block: int, itemsize: int, count: int) -> int:
+        """Rows that a program moves side by side out of ``count``: a power of two that fills the tile, or one where
+        that would leave programs without work."""
+        rows = max(1, self.tile // (block * itemsize))
+        return 1 << rows.bit_length() - 1 if count >= rows * self.programs else 1
 
     def grid(self, items: int) -> tuple[int]:
         """As many programs as there is work for."""
