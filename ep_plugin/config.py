@@ -19,6 +19,10 @@ WEIGHT_AT = ("hidden", "input", "output", "source")
 FILLS = ("none", "zero", "nan")
 SCHEDULES = ("none", "wave_sequential", "wave_overlapped", "auto")
 WAVES_BY = ("token", "expert")
+PRECISIONS = ("bf16", "mxfp8")
+ROUNDINGS = ("rceil", "floor")
+FORMATS = ("mxfp8", "bf16")
+GEMMS = ("auto", "cpu_ref", "sm90_bf16", "sm90_fp8row", "sm100_mx")
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -140,18 +144,63 @@ class ScheduleConfig:
 
 
 @dataclass
+class LegsConfig:
+    """How rows travel in each of the four movements (report, Table 8): ``mxfp8``, or ``bf16``, which is the rows' own
+    dtype."""
+
+    dispatch: str = "mxfp8"
+    combine: str = "mxfp8"
+    combine_backward: str = "mxfp8"
+    dispatch_backward: str = "mxfp8"
+
+    def validate(self, dispatcher: str | None = None) -> None:
+        for name, value in vars(self).items():
+            one_of(f"mxfp8.legs.{name}", value, FORMATS)
+            if dispatcher == "deepep" and name != "dispatch" and value != "bf16":
+                raise ValueError(
+                    f"mxfp8.legs.{name}={value!r}: DeepEP carries MXFP8 in the dispatch of the forward pass only;"
+                    " set the other three legs to 'bf16', or use dispatcher='rowwise' or 'block'"
+                )
+
+
+@dataclass
+class MXFP8Config:
+    """What ``precision='mxfp8'`` means.
+
+    ``rounding`` of the scales: ``rceil`` never saturates, ``floor`` is the rule of the OCP specification. ``legs``: the
+    format of each movement. ``gemm``: what multiplies expert rows (``ep_plugin.mxfp8.gemm``); ``auto`` chooses by the
+    device. ``fast_accum``: ``sm90_fp8row`` keeps fewer bits between the steps of a sum; faster, less exact."""
+
+    rounding: str = "rceil"
+    legs: LegsConfig = field(default_factory=LegsConfig)
+    gemm: str = "auto"
+    fast_accum: bool = False
+
+    def validate(self, dispatcher: str | None = None) -> None:
+        """Raise ``ValueError`` quoting the setting, its value and what would be right for ``dispatcher``."""
+        one_of("mxfp8.rounding", self.rounding, ROUNDINGS)
+        one_of("mxfp8.gemm", self.gemm, GEMMS)
+        self.legs.validate(dispatcher)
+        if self.fast_accum and self.gemm != "sm90_fp8row":
+            raise ValueError(f"mxfp8.fast_accum=True is a setting of gemm='sm90_fp8row', not of gemm={self.gemm!r}")
+
+
+@dataclass
 class EPConfig:
     """One expert-parallel path.
 
     ``dispatcher``: ``local`` (no EP), ``block`` (all-to-all of packed blocks, host split lists), ``rowwise``
     (one-sided rows on a symmetric heap) or ``deepep`` (DeepEP v2, an engine of its own). ``form`` of rowwise:
     ``dedup`` sends a token once per expert rank, ``route`` once per route (the report's form). ``heap``: the symmetric
-    heap of rowwise. ``weight_at``: where the router weight is applied (``hidden`` before the down projection, ``input`` before the up projection, ``output`` in the sum on the
-    expert rank, ``source`` in the sum at the token). ``max_tokens``: the most tokens a rank passes to one layer call;
+    heap of rowwise. ``weight_at``: where the router weight is applied (``hidden`` before the down projection,
+    ``input`` before the up projection, ``output`` in the sum on the expert rank, ``source`` in the sum at the token).
+    ``max_tokens``: the most tokens a rank passes to one layer call;
     ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
     payload buffers, one per forward in flight (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on
     GPUs. ``timeout_s``: how long any wait of rowwise for a peer lasts before it fails and stops the group, and of
-    deepep before the GPU traps; ``block`` waits as long as its process group does. ``diagnostic_fill``
+    deepep before the GPU traps; ``block`` waits as long as its process group does. ``precision``: ``bf16`` keeps
+    rows in their own dtype; ``mxfp8`` moves and multiplies them as ``mxfp8`` says, in one autograd node of dispatch,
+    experts and combine. ``diagnostic_fill``
     clears (``zero``) or poisons (``nan``) every buffer before use; it costs a pass over the whole buffer and is for
     debugging."""
 
@@ -163,6 +212,8 @@ class EPConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     deepep: DeepEPConfig = field(default_factory=DeepEPConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: str = "bf16"
+    mxfp8: MXFP8Config = field(default_factory=MXFP8Config)
     max_tokens: int | None = None
     slots: int | None = None
     timeout_s: float = 300.0
@@ -179,6 +230,9 @@ class EPConfig:
         self.launch.validate()
         self.deepep.validate()
         self.schedule.validate()
+        one_of("precision", self.precision, PRECISIONS)
+        if self.precision == "mxfp8":
+            self._validate_mxfp8()
         if self.dispatcher == "local" and self.schedule.kind != "none":
             raise ValueError(
                 f"schedule.kind={self.schedule.kind!r} overlaps communication, and dispatcher='local' has none: use"
@@ -200,6 +254,23 @@ class EPConfig:
                 raise ValueError(f"{name}={value!r} must be at least 1, or null to size it from what is seen")
         if not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
+
+    def _validate_mxfp8(self) -> None:
+        self.mxfp8.validate(self.dispatcher)
+        if self.dispatcher == "deepep":
+            raise ValueError(
+                "precision='mxfp8' is not carried by dispatcher='deepep' yet; use dispatcher='rowwise' or 'block'"
+            )
+        if self.weight_at == "input":
+            raise ValueError(
+                "weight_at='input' multiplies rows that are already quantised under precision='mxfp8'; use 'hidden',"
+                " 'output' or 'source'"
+            )
+        if self.schedule.kind != "none":
+            raise ValueError(
+                f"schedule.kind={self.schedule.kind!r} cuts a step into parts, but precision='mxfp8' runs it as one"
+                " autograd node: use 'none'"
+            )
 
 
 def check_shape(*, num_experts: int, top_k: int, hidden_size: int, ep: int) -> None:

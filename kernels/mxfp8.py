@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-ROUNDINGS = ("rceil", "floor")
 TILE_ROWS, TILE_COLUMNS = 128, 4  # of the scales' tiles
 
 _NAN_SCALE, _NAN_ELEMENT, _LARGEST = 255, 0x7F, 448.0

@@ -10,11 +10,32 @@ from torch import Tensor
 
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_width
-from .mxfp8_triton import row_scale
+from .mxfp8_triton import row_scale, rows_of
 from .mxfp8_triton_common import load_values, power_of_two, to_elements
 from .triton_common import RANGE_INTEGERS, Launch, narrow, require_contiguous, tl, triton
 
-FAN_OUT = Launch(2112, block=1024)  # 16 bytes of bfloat16 for each of 128 threads
+FAN_OUT = Launch(2112)
+ROWS = Launch(16384)  # few rows for each, since those of one part are not spread evenly
+
+
+def block_of(launch: Launch, plain: bool) -> int:
+    """Columns that a program moves at once: 16 bytes of what is written for each of its threads."""
+    return launch.block or launch.warps * 32 * (8 if plain else 16)
+
+
+@triton.jit
+def _converted(record, group, scale, rows, data, D: tl.constexpr):
+    """Blocks ``group`` of a record as they are written to ``rows`` and to ``data``; what is not wanted is not made.
+
+    Made here, before any branch: Triton 3.6 cannot compile a cast inside one that several stores share."""
+    values = load_values(record, group, D, 0, D)
+    plain = values
+    elements = values
+    if rows is not None:
+        plain = narrow(values, rows.dtype.element_ty)
+    if data is not None:
+        elements = to_elements(values, scale)
+    return plain, elements
 
 
 @triton.jit(do_not_specialize=[*RANGE_INTEGERS, "bound", "own_rank", "own_tokens"])
@@ -60,20 +81,19 @@ def _fan_out_records(
                 if source == own_rank:
                     record = own + tl.minimum(t, own_tokens - 1) * W
             if wanted:
+                scale = tl.full((), 1, tl.int32)
                 if data is not None:
                     scale = row_scale(record, D, GROUPS)
                 for block in range(blocks):
                     group = block * N + tl.arange(0, N)
                     inside = (group < D // 32)[:, None]
                     cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-                    values = load_values(record, group, D, 0, D)
-                    if data is not None:
-                        elements = to_elements(values, scale)
+                    plain, elements = _converted(record, group, scale, rows, data, D)
                     for k in tl.static_range(K):
                         row = tl.load(local_rows + token * K + k).to(tl.int64)
                         if (row >= 0) & (row < bound):
                             if rows is not None:
-                                tl.store(rows + row * D + cols, narrow(values, rows.dtype.element_ty), mask=inside)
+                                tl.store(rows + row * D + cols, plain, mask=inside)
                             if data is not None:
                                 tl.store(data + row * D + cols, elements, mask=inside)
                             if block == 0:
@@ -126,7 +146,7 @@ def fan_out_records(
     width = record_width(stage.shape[1])
     if out.shape[1] != width or (rows is not None and data is not None and rows.shape != data.shape):
         raise ValueError(f"records of {width} values do not fit rows of {out.shape[1]}")
-    block = launch.columns(width)
+    block = block_of(launch, rows is not None)
     _fan_out_records[launch.grid(end - begin)](
         stage,
         own,
@@ -151,5 +171,90 @@ def fan_out_records(
         D=width,
         GROUPS=triton.next_power_of_2(width // SIZE),
         N=block // SIZE,
+        **launch.options,
+    )
+
+
+@triton.jit(do_not_specialize=["bound", "begin", "end", "t_max"])
+def _convert_arrived(
+    records,
+    routes,
+    rows,
+    data,
+    scales,
+    num_rows,
+    bound,
+    begin,
+    end,
+    t_max,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    N: tl.constexpr,
+):
+    blocks: tl.constexpr = (D // 32 + N - 1) // N
+    for row in range(tl.program_id(0).to(tl.int64), rows_of(num_rows, bound), tl.num_programs(0)):
+        route = tl.load(routes + row)
+        t = route // K % t_max
+        if (route >= 0) & (t >= begin) & (t < end):
+            record = records + row * (D + D // 32)
+            scale = tl.full((), 1, tl.int32)
+            if data is not None:
+                scale = row_scale(record, D, GROUPS)
+                tl.store(scales + row, power_of_two(scale))
+            for block in range(blocks):
+                group = block * N + tl.arange(0, N)
+                inside = (group < D // 32)[:, None]
+                cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+                plain, elements = _converted(record, group, scale, rows, data, D)
+                if rows is not None:
+                    tl.store(rows + row * D + cols, plain, mask=inside)
+                if data is not None:
+                    tl.store(data + row * D + cols, elements, mask=inside)
+
+
+def convert_arrived(
+    records: Tensor,
+    routes: Tensor,
+    num_rows: Tensor,
+    *,
+    top_k: int,
+    max_tokens: int,
+    rows: Tensor | None = None,
+    data: Tensor | None = None,
+    scales: Tensor | None = None,
+    begin: int = 0,
+    end: int | None = None,
+    launch: Launch = ROWS,
+) -> None:
+    """Decode or rescale, in place of arrival, the rows whose tokens lie in [``begin``, ``end``) at their sources.
+
+    ``records`` uint8 [RB, W]; ``routes`` int64 [RB] = (source·``max_tokens`` + t)·``top_k`` + k; ``num_rows`` int64 [1]
+    on the device. Outputs as in ``fan_out_records``.
+    """
+    require_contiguous(records=records, routes=routes, rows=rows, data=data, scales=scales)
+    out = rows if rows is not None else data
+    if out is None or (data is None) != (scales is None):
+        raise ValueError("give rows, or data and scales, or all three")
+    bound, width = out.shape
+    if records.shape[0] < bound or record_width(records.shape[1]) != width:
+        raise ValueError(f"records {list(records.shape)} do not fit rows {list(out.shape)}")
+    if not bound:
+        return
+    _convert_arrived[launch.grid(bound)](
+        records,
+        routes,
+        rows,
+        data,
+        scales,
+        num_rows,
+        bound,
+        begin,
+        max_tokens if end is None else end,
+        max_tokens,
+        K=top_k,
+        D=width,
+        GROUPS=triton.next_power_of_2(width // SIZE),
+        N=block_of(launch, rows is not None) // SIZE,
         **launch.options,
     )

@@ -11,6 +11,8 @@ from torch import Tensor
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_bytes, record_width
 from .mxfp8_triton_common import (
+    bytes_at,
+    load_blocks,
     load_float32,
     load_values,
     magnitude_bits,
@@ -36,11 +38,6 @@ from .triton_common import (
 REDUCE = Launch(1056, block=2048)
 SUM = Launch(4224, block=1024)  # 16 bytes of bfloat16 for each of 128 threads
 GET = Launch(1056, block=1024)
-
-
-@triton.jit
-def _bytes_at(address):
-    return tl.multiple_of(address.to(tl.pointer_type(tl.uint8), bitcast=True), 16)
 
 
 @triton.jit
@@ -107,7 +104,7 @@ def _pre_reduce_put_records(
                     any_row = any_row | valid
                     total += _weighted_row(y, row, valid, group, weights, D)
                 if any_row & (address != 0):
-                    record = _bytes_at(address) + (rank * t_max + t) * (D + D // 32)
+                    record = bytes_at(address) + (rank * t_max + t) * (D + D // 32)
                     store_values(record, total, group, group < D // 32, D, 0, CEIL)
         if arrivals is not None:
             last = last_signals(arrivals + chunk, tl.num_programs(0), posted + chunk + 1, signal_base, signal_offset, M)
@@ -287,6 +284,7 @@ def _get_reduce_records(
     dest_row,
     weights,
     out,
+    gathered,
     begin,
     end,
     M: tl.constexpr,
@@ -307,13 +305,20 @@ def _get_reduce_records(
         for p in range(M):
             if ((named >> p) & 1) != 0:
                 address = peer_address(base, handles, handle_stride, max_handle, offset, p)
-                rows = _bytes_at(address)
+                rows = bytes_at(address)
                 partial = tl.zeros((N, 32), tl.float32)
                 for k in tl.static_range(K):
                     row = tl.load(dest_row + t * K + k).to(tl.int64)
                     here = tl.load(dest_rank + t * K + k) == p
                     valid = here & (row >= 0) & (row < num_rows) & (address != 0)
-                    value = load_values(rows + row * (D + D // 32), tl.where(valid, group, D), D, 0, D)
+                    data, scale = load_blocks(rows + row * (D + D // 32), tl.where(valid, group, D), D, 0, D)
+                    value = to_values(data, scale[:, None])
+                    if gathered is not None:
+                        kept = gathered + (t * K + k) * (D + D // 32)
+                        mine = (group < D // 32) & valid
+                        cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+                        tl.store(kept + cols, data, mask=mine[:, None])
+                        tl.store(kept + D + group, scale.to(tl.uint8), mask=mine)
                     if weights is not None:
                         value = value * tl.load(weights + t * K + k, mask=valid, other=0.0)
                     partial += value
@@ -330,6 +335,7 @@ def get_reduce_records(
     out: Tensor,
     *,
     num_rows: int,
+    gathered: Tensor | None = None,
     begin: int = 0,
     end: int | None = None,
     launch: Launch = GET,
@@ -337,9 +343,9 @@ def get_reduce_records(
     """Pull every route's record and sum them into ``out`` [T, D], as ``get_reduce_records_torch``.
 
     ``peers`` uint8 [num_rows, W] on each rank; ``dest_rank``, ``dest_row`` int32 [T, K]; ``weights`` float32 [T, K].
-    Only tokens [``begin``, ``end``) are pulled.
+    ``gathered`` uint8 [T, K, W], zeroed, receives the records themselves. Only tokens [``begin``, ``end``) are pulled.
     """
-    require_contiguous(dest_rank=dest_rank, dest_row=dest_row, weights=weights, out=out)
+    require_contiguous(dest_rank=dest_rank, dest_row=dest_row, weights=weights, out=out, gathered=gathered)
     end = out.shape[0] if end is None else end
     if end <= begin:
         return
@@ -353,6 +359,7 @@ def get_reduce_records(
         dest_row,
         weights,
         out,
+        gathered,
         begin,
         end,
         M=peers.world,

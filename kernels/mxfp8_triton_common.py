@@ -9,6 +9,12 @@ from .triton_common import INTERPRETED, tl, triton, widen
 
 
 @triton.jit
+def bytes_at(address):
+    """A byte address as a pointer to bytes; records of a multiple of 512 values start on multiples of 16 bytes."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.uint8), bitcast=True), 16)
+
+
+@triton.jit
 def magnitude_bits(values):
     """float32 bits without the sign: their order is that of the magnitudes, and NaN and Inf come last."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -64,15 +70,22 @@ def to_values(data, scale):
 
 
 @triton.jit
-def load_values(record, group, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+def load_blocks(record, group, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """Blocks ``group`` [n] of ``COUNT`` values from column ``FIRST`` of the record of ``WIDTH`` values at ``record``.
 
-    Gives float32 [n, 32], zero for blocks past the end.
+    Gives the elements uint8 [n, 32] and the scale bytes int32 [n], zero for blocks past the end.
     """
     inside = group < COUNT // 32
     cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     data = tl.load(record + FIRST + cols, mask=inside[:, None], other=0)
     scale = tl.load(record + WIDTH + FIRST // 32 + group, mask=inside, other=0).to(tl.int32)
+    return data, scale
+
+
+@triton.jit
+def load_values(record, group, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """As ``load_blocks``, decoded: float32 [n, 32]."""
+    data, scale = load_blocks(record, group, WIDTH, FIRST, COUNT)
     return to_values(data, scale[:, None])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_plugin.config import CapacityConfig
+from ep_plugin.config import ROUNDINGS, CapacityConfig
 from ep_plugin.kernels import mxfp8 as ref
 from ep_plugin.kernels import mxfp8_reduce as ref_reduce
 from ep_plugin.kernels import mxfp8_swiglu as ref_swiglu
@@ -296,7 +296,7 @@ def check_all(device: str, thorough: bool) -> None:
     """Everything above; ``thorough`` adds widths that only compiled kernels get through in reasonable time."""
     check_every_element(device)
     for width in (32, 160) if not thorough else (32, 160, 1056, 2048, 4096, 7168):
-        for rounding in ref.ROUNDINGS:
+        for rounding in ROUNDINGS:
             check_codec(device, torch.bfloat16, width, rounding)
         check_codec(device, torch.float32, width, "rceil")
     check_codec(device, torch.float16, 96, "rceil", rows=21, valid=17)
@@ -304,7 +304,7 @@ def check_all(device: str, thorough: bool) -> None:
     for counts, columns in (([5, 0, 300, 129], 9), ([0, 0], 4), ([1], 128), ([128, 256], 1)):
         check_swizzle(device, counts, columns)
     for width in (32,) if not thorough else (32, 1056, 4096, 7168):
-        for rounding in ref.ROUNDINGS:
+        for rounding in ROUNDINGS:
             check_swiglu(device, torch.bfloat16, width, rounding)
     check_swiglu(device, torch.float32, 96, "rceil")
     check_swiglu(device, torch.bfloat16, 4128, "rceil", rows=9, valid=9)  # a row that no program holds at once

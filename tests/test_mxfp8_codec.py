@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ep_plugin.config import ROUNDINGS
 from ep_plugin.kernels import mxfp8
 from ep_plugin.kernels.mxfp8_swiglu import sigmoid_torch, swiglu_backward_torch, swiglu_torch
 from tests.mxfp8_cases import hard_rows
@@ -62,7 +63,7 @@ def _nearest(values: Tensor) -> Tensor:
     return torch.where(pick_upper, upper, lower) | torch.where(values.signbit(), 0x80, 0)
 
 
-@pytest.mark.parametrize("rounding", mxfp8.ROUNDINGS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_random_rows_against_exact_arithmetic(rounding: str) -> None:
     """A rounding error that the vectors do not show; a scale taken in too few bits."""
     x = hard_rows(200, 256, torch.bfloat16)
@@ -135,7 +136,7 @@ def test_rescaling_is_nearly_the_payload() -> None:
 def test_quantisation_noise_of_normal_values() -> None:
     """Elements that lose a bit: E4M3 gives about 31.5 dB."""
     x = torch.randn(512, 1024, dtype=torch.float64)
-    for rounding in mxfp8.ROUNDINGS:
+    for rounding in ROUNDINGS:
         error = mxfp8.dequantize_torch(mxfp8.quantize_torch(x.float(), rounding)).double() - x
         assert 10 * math.log10(x.square().sum() / error.square().sum()) > 30
 

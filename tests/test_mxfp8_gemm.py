@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ep_plugin.config import LegsConfig, MXFP8Config
 from ep_plugin.mxfp8 import codec
 from ep_plugin.mxfp8.codec import Operand, as_form
-from ep_plugin.mxfp8.config import LegsConfig, MXFP8Config
 from ep_plugin.mxfp8.gemm import CpuReference, ExpertGemm, RowGroups, Sm90Bf16, Sm90Fp8Row, Sm100Mx, choose_gemm
 from ep_plugin.mxfp8.weights import WeightCache
 

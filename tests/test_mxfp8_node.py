@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ep_plugin.config import EPConfig
+from ep_plugin.config import EPConfig, LegsConfig, MXFP8Config
 from ep_plugin.experts import Activation, GroupedMLP
 from ep_plugin.mxfp8 import codec, node, rowwise
-from ep_plugin.mxfp8.config import LegsConfig, MXFP8Config
 from ep_plugin.mxfp8.dispatchers import build_mxfp8_dispatcher
 from ep_plugin.mxfp8.node import mxfp8_moe_step
 from tests.moe import (

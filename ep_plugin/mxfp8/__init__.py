@@ -1,6 +1,6 @@
 """MXFP8 expert parallelism: codec, expert GEMMs, and the autograd node of a whole MoE step."""
 
-from .config import LegsConfig, MXFP8Config
+from ..config import LegsConfig, MXFP8Config
 from .dispatchers import build_mxfp8_dispatcher
 from .node import mxfp8_mlp, mxfp8_moe_step
 from .weights import invalidate

@@ -18,7 +18,7 @@ from ..experts import Activation
 from ..kernels import mxfp8 as reference
 from ..kernels import mxfp8_swiglu as swiglu_reference
 from ..kernels.mxfp8 import record_bytes
-from .codec import Form, Operand, as_form, count, dequantize, empty_rowwise, quantize, valid
+from .codec import Form, Operand, as_form, count, dequantize, empty_operand, quantize, valid
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,11 @@ def _outputs(
     rows: int, width: int, form: Form, dtype: torch.dtype, device: torch.device, plain_name: str
 ) -> tuple[Operand, dict[str, Any]]:
     """An unwritten operand, and its tensors by the kernels' argument names."""
-    if form == "plain":
-        data = torch.empty((rows, width), dtype=dtype, device=device)
-        return Operand(form, data), {plain_name: data}
-    if form == "records":
-        data = torch.empty((rows, record_bytes(width)), dtype=torch.uint8, device=device)
-        return Operand(form, data), {"records": data}
-    out = empty_rowwise(rows, width, device)
-    assert out.scales is not None
-    return out, {"data": out.data.view(torch.uint8), "scales": out.scales}
+    out = empty_operand(form, rows, width, dtype, device)
+    if form == "rowwise":
+        assert out.scales is not None
+        return out, {"data": out.data.view(torch.uint8), "scales": out.scales}
+    return out, {plain_name if form == "plain" else "records": out.data}
 
 
 def _tail(values: Tensor, rows: int) -> Tensor:

@@ -87,6 +87,15 @@ def empty_rowwise(rows: int, width: int, device: torch.device) -> Operand:
     return Operand("rowwise", data, torch.empty(rows, dtype=torch.float32, device=device))
 
 
+def empty_operand(form: Form, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Operand:
+    """An unwritten operand of ``rows`` rows of ``width`` values; a plain one in ``dtype``."""
+    if form == "rowwise":
+        return empty_rowwise(rows, width, device)
+    if form == "records":
+        return Operand(form, torch.empty((rows, record_bytes(width)), dtype=torch.uint8, device=device))
+    return Operand(form, torch.empty((rows, width), dtype=dtype, device=device))
+
+
 def quantize_rowwise(x: Tensor, rounding: str = "rceil", *, offsets: Tensor | None = None) -> Operand:
     """``x`` [R, D] of a float dtype → the rowwise form."""
     out = empty_rowwise(x.shape[0], x.shape[1], x.device)

@@ -11,24 +11,29 @@ Legend: T local tokens, K routes per token, D hidden size, R rows received, W wi
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import EPConfig, check_shape
+from ..config import EPConfig, MXFP8Config
 from ..dispatch.base import Arrived, RouteState
 from ..dispatch.block import BlockDispatcher, BlockState
 from ..dispatch.local import LocalDispatcher
-from ..heap import Heap, open_heap
+from ..heap import Heap
 from ..kernels.fan_out import fan_out_torch
 from ..kernels.mxfp8_reduce import get_reduce_records_torch
 from ..kernels.reduce import sum_routes_torch
-from .config import MXFP8Config
 from .gemm import choose_gemm
 from .movements import MXFP8Movements, Wire, Wires
 from .rowwise import RowwiseMXFP8
+
+if TYPE_CHECKING:  # needs Triton
+    from .rowwise_device import DeviceRowwiseMXFP8
+
+MovementsT = TypeVar("MovementsT", bound=MXFP8Movements)
 
 
 def _sum_routes(rows: Tensor, index: Tensor, state: RouteState, world: int, w: Tensor | None, wire: Wire) -> Tensor:
@@ -101,52 +106,44 @@ class BlockMXFP8(MXFP8Movements, BlockDispatcher):
 
 
 def build_mxfp8_dispatcher(
-    config: EPConfig,
-    mxfp8: MXFP8Config,
-    *,
-    num_experts: int,
-    top_k: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    heap: Heap | None = None,
-) -> LocalMXFP8 | BlockMXFP8 | RowwiseMXFP8:
-    """``build_dispatcher`` for rows that travel as ``mxfp8`` says, with the expert GEMM it names.
+    config: EPConfig, mxfp8: MXFP8Config | None = None, **arguments: Any
+) -> LocalMXFP8 | BlockMXFP8 | RowwiseMXFP8 | DeviceRowwiseMXFP8:
+    """``build_dispatcher`` of ``config`` with ``precision='mxfp8'``, and with ``mxfp8`` where given."""
+    from ..dispatch import build_dispatcher
 
-    ``hidden_size`` must be a multiple of 32 and ``dtype`` bfloat16 (on CPU float32 and float16 too). Raises
-    ``ValueError`` for what does not fit, before anything is made."""
-    config.validate()
-    mxfp8.validate(config.dispatcher)
-    device = torch.device(device)
-    wires = Wires.of(mxfp8, hidden_size, dtype)
-    if device.type == "cuda" and dtype != torch.bfloat16:
-        raise ValueError(f"MXFP8 on GPUs carries bfloat16 rows, not {dtype}")
-    if config.weight_at == "input":
-        raise ValueError(
-            "weight_at='input' multiplies rows that are already quantised; MXFP8 takes 'hidden', 'output' or 'source'"
-        )
-    if config.dispatcher == "rowwise" and device.type != "cpu":
-        raise ValueError(f"dispatcher='rowwise' moves MXFP8 rows on CPU only so far, not on {device.type}; use 'block'")
-    gemm = choose_gemm(mxfp8, device)
-    kwargs: dict[str, Any] = dict(
-        num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, dtype=dtype, device=device, rank=0, world=1
-    )
-    if config.dispatcher == "local":
-        local = LocalMXFP8(config, **kwargs)
-        local.set_mxfp8(mxfp8, wires, gemm)
-        return local
-    if not dist.is_initialized():
-        raise ValueError(
-            f"dispatcher={config.dispatcher!r} needs torch.distributed; start with torchrun, or use 'local'"
-        )
-    kwargs |= {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
-    check_shape(num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, ep=kwargs["world"])
-    if config.dispatcher == "block":
-        block = BlockMXFP8(config, group=group, **kwargs)
-        block.set_mxfp8(mxfp8, wires, gemm)
-        return block
-    owns_heap = heap is None
-    if heap is None:
-        heap = open_heap(config.heap, group, device, config.timeout_s)
-    return RowwiseMXFP8(config, heap=heap, owns_heap=owns_heap, mxfp8=mxfp8, wires=wires, gemm=gemm, **kwargs)
+    dispatcher = build_dispatcher(replace(config, precision="mxfp8", mxfp8=mxfp8 or config.mxfp8), **arguments)
+    assert isinstance(dispatcher, MXFP8Movements)
+    return dispatcher  # type: ignore[return-value]
+
+
+class Precision:
+    """What the dispatchers of one ``config`` have beside the plain ones: wires and GEMM, checked before anything is
+    made.
+
+    ``ValueError`` for a hidden size that is no multiple of 32, a dtype that is not carried, a GEMM that ``device``
+    cannot run."""
+
+    def __init__(self, config: EPConfig, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.mxfp8 = config, config.mxfp8
+        self.wires = Wires.of(config.mxfp8, hidden_size, dtype)
+        if device.type == "cuda" and dtype != torch.bfloat16:
+            raise ValueError(f"MXFP8 on GPUs carries bfloat16 rows, not {dtype}")
+        self.gemm = choose_gemm(config.mxfp8, device)
+
+    def local(self, **shape: Any) -> LocalMXFP8:
+        return self._with(LocalMXFP8(self.config, **shape))
+
+    def block(self, group: dist.ProcessGroup | None, **shape: Any) -> BlockMXFP8:
+        return self._with(BlockMXFP8(self.config, group=group, **shape))
+
+    def rowwise(self, heap: Heap, **shape: Any) -> RowwiseMXFP8 | DeviceRowwiseMXFP8:
+        own: dict[str, Any] = dict(heap=heap, mxfp8=self.mxfp8, wires=self.wires, gemm=self.gemm, **shape)
+        if heap.host_visible:
+            return RowwiseMXFP8(self.config, **own)
+        from .rowwise_device import DeviceRowwiseMXFP8
+
+        return DeviceRowwiseMXFP8(self.config, **own)
+
+    def _with(self, dispatcher: MovementsT) -> MovementsT:
+        dispatcher.set_mxfp8(self.mxfp8, self.wires, self.gemm)
+        return dispatcher

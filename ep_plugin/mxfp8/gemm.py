@@ -24,11 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import one_of
+from ..config import GEMMS, MXFP8Config, one_of
 from ..experts.groups import GroupedMM, Groups, HostLoop, grouped_mm_refusal, valid_rows
 from ..kernels.mxfp8 import split_records
 from .codec import Form, Operand, dequantize, quantize, quantize_rowwise, swizzle_scales
-from .config import GEMMS, MXFP8Config
 from .weights import WeightCache
 
 logger = logging.getLogger(__name__)

@@ -5,16 +5,17 @@ Legend: n rows, D hidden size, W bytes of a record (D + D/32) or elements of a p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..config import MXFP8Config
 from ..dispatch.base import Arrived, RouteState
 from ..kernels.mxfp8 import record_bytes
-from .codec import Received, dequantize, quantize
-from .config import MXFP8Config
+from .codec import Form, Received, dequantize, quantize
 from .gemm import ExpertGemm
 
 
@@ -42,12 +43,20 @@ class Wire:
         """Of one row on the wire."""
         return self.width * self.dtype.itemsize
 
-    def encode(self, rows: Tensor, *, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def encode(
+        self,
+        rows: Tensor,
+        *,
+        weights: Tensor | None = None,
+        out: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
         """Plain ``rows`` [n, D] (times ``weights`` float32 [n]) → what travels, [n, W], in ``out`` if given.
 
-        Rounded once: a product with the weight is not rounded before it is quantised."""
+        Rounded once: a product with the weight is not rounded before it is quantised. ``offsets``: only the rows before
+        offsets[-1] need it."""
         if self.records:
-            return quantize(rows, row_weight=weights, rounding=self.rounding, out=out)
+            return quantize(rows, row_weight=weights, rounding=self.rounding, out=out, offsets=offsets)
         if weights is not None:
             rows = (rows.to(weights.dtype) * weights.unsqueeze(1)).to(self.plain)
         return rows.to(self.plain) if out is None else out.copy_(rows)
@@ -100,6 +109,10 @@ class MXFP8Movements:
         rows, weights = self.send(state, x, topk_weight, arrived)
         return Received(rows), weights
 
-    def receive_grad(self: Any, state: RouteState, grad: Tensor, scale: Tensor | None) -> Received:
-        """Combine backward: the gradient [T, D] of each row's token (times ``scale`` float32 [T, K])."""
+    def receive_grad(
+        self: Any, state: RouteState, grad: Tensor, scale: Tensor | None, forms: Iterable[Form] = ()
+    ) -> Received:
+        """Combine backward: the gradient [T, D] of each row's token (times ``scale`` float32 [T, K]).
+
+        ``forms``: those that will be asked for."""
         return Received(self.send_grad(state, grad, scale))

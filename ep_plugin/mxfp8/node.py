@@ -29,7 +29,7 @@ from ..dispatch.base import Arrived, RouteState
 from ..experts import Activation, GroupedMLP
 from ..experts.groups import column
 from . import activation as between
-from .codec import as_form
+from .codec import Form, as_form
 from .dispatchers import BlockMXFP8, LocalMXFP8
 from .gemm import RowGroups
 from .rowwise import RowwiseMXFP8
@@ -221,6 +221,7 @@ class Backward:
         self.layout = RowGroups(self.state.map.offsets, self.state.num_rows, self.d.dtype)
         self.into_up = 1 if context.transposed else 2
         self.at_source = self.topk_weight is not None
+        self.moves_both = self.d.moves_both_gradients and self.d.world > 1
         self.dx: Tensor | None = None
         self.dweight: Tensor | None = None
         self.dup: Tensor | None = None
@@ -251,14 +252,16 @@ class Backward:
                 rows = self.d.wires.combine.decode(self.gathered.view(t * k, wide))
                 rows = rows.view(t, k, self.d.hidden_size).float()
                 self.dweight = (rows * self.grad.float().unsqueeze(1)).sum(2).to(self.c.weight_dtype)
-        self.received = self.d.receive_grad(self.state, self.grad, scale)
+        self.plain_needed = self.needs[3] or self.down_bias is not None
+        forms: list[Form] = [self.gemm.form, "plain"] if self.plain_needed else [self.gemm.form]
+        self.received = self.d.receive_grad(self.state, self.grad, scale, forms)
 
     def down_projection(self) -> None:
         """The gradient of the hidden rows. Under ``hidden`` and ``output`` the router weight is still missing in it."""
         gemm, offsets = self.gemm, self.layout.offsets
         operand = self.received.operand(gemm.form, gemm.rounding, dtype=self.d.dtype, offsets=offsets)
         self.grad_plain: Tensor | None = None
-        if self.needs[3] or self.down_bias is not None:
+        if self.plain_needed:
             plain = self.received.operand("plain", gemm.rounding, dtype=self.d.dtype, offsets=offsets)
             self.grad_plain = plain.data
         del self.received
@@ -297,7 +300,7 @@ class Backward:
     def up_projection_input(self) -> None:
         """The gradient of the dispatched rows."""
         self.drows: Tensor | None = None
-        if self.needs[0]:
+        if self.needs[0] or self.moves_both:
             self.drows = self.gemm.product(self.operand, self.up, self.layout, 3 - self.into_up)
         del self.operand
 
@@ -312,9 +315,10 @@ class Backward:
 
     def dispatch(self) -> None:
         """The gradients' way back. Where they take the slot of the dispatched rows, those are gone after this."""
-        dots = self.dots if self.needs[1] else None  # None at the source too, which has the gradient itself
-        self.dx, dweight = self.d.return_grad(self.state, self.drows, dots)
-        if dweight is not None:
+        dots = self.dots if self.needs[1] or self.moves_both else None  # None at the source too, which has its own
+        dx, dweight = self.d.return_grad(self.state, self.drows, dots)
+        self.dx = dx if self.needs[0] else None
+        if dweight is not None and self.needs[1]:
             self.dweight = dweight.to(self.c.weight_dtype)
 
     def _weight_gradient(self, grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import MXFP8Config
 from ..dispatch.base import Arrived, span
 from ..dispatch.layout import Part, Region
-from ..dispatch.rowwise import CHANNEL, EXHAUSTED, Pools, RowwiseDispatcher, RowwiseState, _moved
+from ..dispatch.rowwise import CHANNEL, EXHAUSTED, Pools, RowwiseDispatcher, RowwiseState, moved_gradients
 from ..heap import Phase
 from ..heap.pool import Slot, SlotPool
 from ..kernels.fan_out import fan_out_torch, row_routes_torch
@@ -26,7 +27,6 @@ from ..kernels.mxfp8_reduce import get_reduce_records_torch, pre_reduce_put_reco
 from ..kernels.put import put_rows_torch, put_unique_torch
 from ..kernels.reduce import get_reduce_torch, get_rows_torch, get_values_torch, put_scalars_torch, take_scalars_torch
 from ..routing import rows_bound
-from .config import MXFP8Config
 from .gemm import ExpertGemm
 from .movements import MXFP8Movements, Wire, Wires
 
@@ -241,7 +241,7 @@ class RowwiseMXFP8(MXFP8Movements, RowwiseDispatcher):
                     region = self.scratch_region
                     self._write(region.view(lease, "rows"), region.view(lease, "scalars"), rows, scalars)
             handle = EXHAUSTED if slot is None else slot.handle | flag
-            handles = self._exchange_handles(operation, state.layer, handle, _moved(rows, scalars))
+            handles = self._exchange_handles(operation, state.layer, handle, moved_gradients(rows, scalars))
             if slot is not None and EXHAUSTED not in handles:
                 break
             self._more_slots(self.scratch, handles)
@@ -274,7 +274,7 @@ class RowwiseMXFP8(MXFP8Movements, RowwiseDispatcher):
             return super()._reduce_put(operation, state, rows, scalars, weights)
         dest, layer, local_rows = state.map, state.layer, state.local_rows
         assert local_rows is not None
-        _, slot, handles = self._advertise(operation, layer, self.scratch, _moved(rows, scalars))
+        _, slot, handles = self._advertise(operation, layer, self.scratch, moved_gradients(rows, scalars))
         region, tokens = self.scratch_region, dest.tokens.tolist()
         with span("reduce and put"):
             if rows is not None:
