@@ -16,8 +16,9 @@ from .mxfp8_swiglu_triton import _sigmoid
 from .mxfp8_triton import rows_of
 from .triton_common import Launch, narrow, require_contiguous, tl, triton, widen
 
-FORWARD = Launch(2112, block=1024)
-BACKWARD = Launch(2112, block=1024)
+FORWARD = Launch(2112)
+BACKWARD = Launch(2112)
+LONGEST = 1024  # columns of a row that a program takes at once
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -94,7 +95,7 @@ def gated_swish(
     rows, width = hidden.shape
     if not hidden.numel():
         return
-    block = launch.columns(width)
+    block = launch.columns(width, LONGEST)
     launch = launch.of_whole_lanes(block, up.element_size())
     _gated_swish[launch.grid(rows * triton.cdiv(width, block))](
         up, weights, hidden, num_rows, rows, F=width, BLOCK=block, **_constants(shape), **launch.options
@@ -177,7 +178,7 @@ def gated_swish_backward(
     rows, width = dhidden.shape
     if not rows:
         return
-    block = launch.columns(width)
+    block = launch.columns(width, LONGEST)
     launch = launch.of_whole_lanes(block, up.element_size())
     _gated_swish_backward[launch.grid(rows)](
         up, weights, dhidden, dup, dweights, num_rows, rows, F=width, BLOCK=block, **_constants(shape), **launch.options

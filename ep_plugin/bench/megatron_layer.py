@@ -3,10 +3,17 @@
     torchrun --nproc-per-node 2 -m ep_plugin.bench.megatron_layer [--json result.json]
 
 Every rank holds E/EP experts and T tokens of its own. Times are medians over repeats of the largest over ranks, in
-milliseconds; the default shape is the one that Megatron publishes. ``layer``: forward and backward. ``gemm``: the
-device time of matrix-product kernels in it, by the profiler. ``rest`` = layer − gemm. ``calls``: the six dispatcher
-calls around experts that only apply the probabilities, forward and backward. ``..._speedup``: alltoall's time over this
-one's.
+milliseconds; the default shape is the one that Megatron publishes.
+
+- ``layer``: forward and backward, the host ahead of the device as it is in the middle of a model, up to where the layer
+  itself waits for the device. ``layer_alone``: the device idle when it begins, so the host's launches count too.
+  ``host``: until the call returns.
+- ``gemm``: when a kernel of a matrix product ran, by the profiler. ``rest`` = layer - gemm, ``rest_alone`` likewise.
+- ``activation``: kernels of the experts' activation, which are part of the rest.
+- ``calls``: the six dispatcher calls around experts that only apply the probabilities, forward and backward.
+- ``..._speedup``: alltoall's time over this one's.
+
+After each way's line come our phases and the kernels that took most time besides the products.
 """
 
 from __future__ import annotations
@@ -27,9 +34,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import CapacityConfig, EPConfig
-from .timing import measure
+from .spans import ON_DEVICE, Trace, mean_over_ranks, read_spans, record, union_of
+from .timing import measure, measure_host
 
-GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|grouped_mm", re.IGNORECASE)
+GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|grouped_mm", re.IGNORECASE)
+# Ours; Megatron's, which torch.compile makes and names after what it fuses, or runs one operation at a time.
+ACTIVATION = re.compile(r"swish|swiglu|silu|triton_(poi|red|per)_fused.*sigmoid", re.IGNORECASE)
+SHOWN = 14  # kernels of a way
+PROFILED = 3  # calls
 WAYS: dict[str, tuple[EPConfig | None, str]] = {
     "alltoall": (None, "megatron"),
     "block": (EPConfig(dispatcher="block"), "megatron"),
@@ -91,13 +103,20 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         found = one_way(name, args, device)
         result["ways"][name] = found
         base = result["ways"].get("alltoall")
-        for part in ("rest", "calls"):
+        for part in ("rest", "rest_alone", "calls"):
             if base is not None and found[part] is not None:
                 found[f"{part}_speedup"] = round(base[part] / found[part], 2)
         if dist.get_rank() == 0:
-            shown = ", ".join(f"{key} {value}" for key, value in found.items() if not isinstance(value, dict))
-            print(f"{name}: {shown}", flush=True)
+            _show(name, found)
     return result
+
+
+def _show(name: str, found: dict[str, Any]) -> None:
+    shown = ", ".join(f"{key} {value}" for key, value in found.items() if not isinstance(value, dict))
+    print(f"{name}: {shown}", flush=True)
+    for part in ("phases", "kernels"):
+        for what, ms in found[part].items():
+            print(f"    {ms:7.3f}  {what}", flush=True)
 
 
 def one_way(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -125,16 +144,25 @@ def one_way(name: str, args: argparse.Namespace, device: torch.device) -> dict[s
         probs, routing = layer.router(x)
     # Our experts take rows past the valid ones, which the calls alone would multiply.
     calls = six_calls(layer, x, routing, probs.detach(), grad) if experts == "megatron" else None
-    timed = measure(whole, device, repeats=args.repeats, phases=handle is not None, queue=False)
-    gemm = gemm_ms(whole)
+    timed = measure(whole, device, repeats=args.repeats)
+    alone = measure(whole, device, repeats=args.repeats, warmup=1, queue=False)
+    trace = record(whole, device, calls=PROFILED)
+    gemm, activation = (_slowest_rank(kernel_ms(trace, kind)) for kind in (GEMM, ACTIVATION))
     found: dict[str, Any] = {
-        "layer": round(timed.median, 3),
-        "gemm": round(gemm, 3),
-        "rest": round(timed.median - gemm, 3),
-        "calls": round(measure(calls, device, repeats=args.repeats, queue=False).median, 3) if calls else None,
-        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2),
-        "phases": {phase: round(ms, 3) for phase, ms in timed.phases.items()},
+        "layer": timed.median,
+        "layer_alone": alone.median,
+        "host": measure_host(whole, device, repeats=5),
+        "gemm": gemm,
+        "rest": timed.median - gemm,
+        "rest_alone": alone.median - gemm,
+        "activation": activation,
+        "calls": measure(calls, device, repeats=args.repeats).median if calls else None,
+        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
     }
+    found = {key: None if value is None else round(value, 3) for key, value in found.items()}
+    spans = mean_over_ranks(read_spans(trace)) if handle is not None else []
+    found["phases"] = {s.path or "(no phase)": round(s.device_ms, 3) for s in spans}
+    found["kernels"] = longest_kernels(trace)
     if handle is not None:
         handle.check()
         handle.close()
@@ -195,20 +223,29 @@ def six_calls(layer: Any, x: Tensor, routing: Tensor, probs: Tensor, grad: Tenso
     return both
 
 
-def gemm_ms(fn: Callable[[], None], calls: int = 3) -> float:
-    """Device milliseconds of matrix-product kernels in a call of ``fn``, the largest over ranks."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    fn()
-    torch.cuda.synchronize()
-    dist.barrier()
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(calls):
-            fn()
-        torch.cuda.synchronize()
-    kernels = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
-    total = sum(e.self_device_time_total for e in kernels if GEMM.search(e.name)) / calls / 1e3
+def kernel_ms(trace: Trace, kind: re.Pattern[str]) -> float:
+    """Milliseconds of a call in which a kernel whose name matches ``kind`` ran; two at once count once."""
+    return sum(end - start for start, end in union_of(trace, kind)) / PROFILED / 1e3
+
+
+def longest_kernels(trace: Trace) -> dict[str, float]:
+    """Milliseconds of a call by kernel, the longest first, without matrix products."""
+    total: dict[str, float] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") in ON_DEVICE and not GEMM.search(event["name"]):
+            name = _short(event["name"])
+            total[name] = total.get(name, 0.0) + float(event["dur"]) / PROFILED / 1e3
+    return {name: round(total[name], 3) for name in sorted(total, key=lambda name: -total[name])[:SHOWN]}
+
+
+def _short(kernel: str) -> str:
+    """A kernel's name without C++'s prefixes."""
+    return re.sub(r"void |at::native::|\(anonymous namespace\)::|c10::|std::", "", kernel)[:100]
+
+
+def _slowest_rank(own: float) -> float:
     every: list[float | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, total)
+    dist.all_gather_object(every, own)
     return max(value for value in every if value is not None)
 
 

@@ -7,6 +7,7 @@ here.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from bisect import bisect_right
 from collections import Counter
@@ -162,6 +163,12 @@ def _union(work: list[_Work]) -> list[tuple[float, float]]:
         else:
             found.append((start, end))
     return found
+
+
+def union_of(trace: Trace, kind: re.Pattern[str]) -> list[tuple[float, float]]:
+    """When any kernel or copy whose name matches ``kind`` runs, microseconds: disjoint intervals, ascending."""
+    events = (e for e in trace["traceEvents"] if e.get("cat") in ON_DEVICE and kind.search(e["name"]))
+    return _union([_Work(None, float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events])
 
 
 def _overlap(work: _Work, busy: list[tuple[float, float]]) -> float:

@@ -258,7 +258,7 @@ def _fused_backward(
     rows = up.detach().contiguous()
     if ctx.needs_input_grad[0]:
         # A graph that is kept may come here again, and needs `up` then.
-        last = ctx.consume and not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        last = ctx.consume and not torch._C._autograd._get_current_graph_task_keep_graph()
         dup = rows if last else torch.empty_like(rows)
     if ctx.needs_input_grad[1]:
         dweights = torch.empty(total, dtype=torch.float32, device=up.device)
