@@ -65,7 +65,7 @@ class Metrics:
 
 
 class PatchedExperts:
-    """One experts module whose forward goes through a dispatcher.
+    """One module whose call of its experts goes through a dispatcher; keeps this rank's experts of it.
 
     ``layout`` None: the module's own code runs on the rows that arrive.
     """
@@ -74,36 +74,47 @@ class PatchedExperts:
         self,
         name: str,
         module: nn.Module,
+        family: Family,
         dispatchers: Dispatchers,
         shape: Shape,
         layout: ExpertsLayout | None,
-        gradients: ExpertGradients,
+        groups: ProcessGroups | None,
     ) -> None:
-        self.name, self.module, self.gradients = name, module, gradients
+        self.name, self.module, self.family = name, module, family
         self.dispatchers, self.shape = dispatchers, shape
         dispatcher = dispatchers.of(shape)
-        self.parameters = per_expert_parameters(name, module)
         # int64 [M, E] of the last training forward
         self.asked = self.accepted = torch.zeros(1, dispatcher.num_experts, dtype=torch.int64, device=dispatcher.device)
-        own = module.forward
-        self.arguments = inspect.signature(own)
+        whole = family.parameters(name, module)
+        self.shares = {key: family.share(module, key) for key in whole}
+        self.shapes = {key: parameter.shape for key, parameter in whole.items()}
+        self.call = family.replacement(module, self.forward)
+        ep, rank = (1, 0) if groups is None else (groups.layout.ep_mp, dist.get_rank(groups.ep_mp))
+        family.cut(module, whole, ep, rank)
+        self.parameters = family.parameters(name, module)
+        self.places = list(_places(module, self.parameters))
+        self.experts: Experts
         if layout is None:
-            module.num_experts = dispatcher.num_local_experts  # type: ignore[assignment]
-            self.experts: Experts = ForeignExperts(functools.partial(_one_route_per_row, own))
+            self.experts = ForeignExperts(family.over_rows(name, module))
         else:
             self.experts = functools.partial(layout.run, module)
 
-        @functools.wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            return self.forward(*self.arguments.bind(*args, **kwargs).args)
+    def install(self, gradients: ExpertGradients) -> None:
+        """Replace the module's call."""
+        self.gradients = gradients
+        own = getattr(self.module, self.family.entry)
 
-        module.forward = forward
-        module.patched_experts = self  # type: ignore[assignment]
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.call(*args, **kwargs)
+
+        setattr(self.module, self.family.entry, call)
+        self.module.patched_experts = self  # type: ignore[assignment]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As the module's own: ``hidden_states`` [..., D], ids and weights [T, K] → [..., D].
+        """``hidden_states`` [..., D], ids (−1: no route) and weights [T, K] → the experts' weighted sum [..., D].
 
-        An id of E is no route, as there. Weights keep their dtype, which may be float32 beside bfloat16 rows.
+        Weights keep their dtype, which may be float32 beside bfloat16 rows.
         """
         with self.dispatchers.of(self.shape).guard("plan", self.name):
             self._check(hidden_states)
@@ -112,7 +123,7 @@ class PatchedExperts:
         out = moe_step(
             d,
             hidden_states.reshape(-1, d.hidden_size).to(d.dtype),
-            top_k_index.masked_fill(top_k_index == d.num_experts, -1),
+            top_k_index,
             top_k_weights,
             self.experts,
             layer=self.name,
@@ -139,8 +150,8 @@ class PatchedExperts:
                 f"{self.name} was patched on {self.shape.device} and called on {hidden_states.device}:"
                 " move the model, then patch it"
             )
-        for key, parameter in self.parameters.items():
-            if getattr(self.module, key) is not parameter:
+        for key, holder, leaf, value in self.places:
+            if getattr(holder, leaf, None) is not value:
                 raise RuntimeError(
                     f"{self.name}.{key} was replaced after patch_model and has lost its gradient hook: patch last"
                 )
@@ -163,18 +174,22 @@ class PatchedExperts:
         def closed(*args: Any, **kwargs: Any) -> Tensor:
             raise RuntimeError(f"{self.name} was patched and its PatchedModel is closed")
 
-        self.module.forward = closed
+        setattr(self.module, self.family.entry, closed)
 
 
-def _one_route_per_row(forward: Any, rows: Tensor, experts: Tensor, weights: Tensor | None) -> Tensor:
-    """An experts module's ``forward`` over rows [R, D] of its experts [R]: each row is a token with one route."""
-    weights = rows.new_ones(len(rows)) if weights is None else weights
-    if len(rows):
-        out: Tensor = forward(rows, experts[:, None], weights[:, None])
-        return out
-    # Some implementations cut the graph where there is no row, and this rank would leave its peers alone in backward.
-    rows, weights = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([weights, weights.new_zeros(1)])
-    return _one_route_per_row(forward, rows, experts.new_zeros(1), weights)[:0]
+def _places(
+    module: nn.Module, parameters: dict[str, nn.Parameter]
+) -> Iterator[tuple[str, nn.Module, str, nn.Module | nn.Parameter]]:
+    """Every attribute on the way from ``module`` to its ``parameters``: (name so far, holder, attribute, value)."""
+    seen = set()
+    for key in parameters:
+        holder, path = module, key.split(".")
+        for depth, leaf in enumerate(path, 1):
+            value = getattr(holder, leaf)
+            if (id(holder), leaf) not in seen:
+                seen.add((id(holder), leaf))
+                yield ".".join(path[:depth]), holder, leaf, value
+            holder = value
 
 
 class PatchedModel:
@@ -227,7 +242,7 @@ class PatchedModel:
         state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         if self.groups is None or self.groups.layout.ep_mp == 1:
             mine = all_ranks or self.groups is None or dist.get_rank(self.groups.dp) == 0
-            return {name: tensor.cpu() for name, tensor in state.items()} if mine else {}
+            return {name: self._on_cpu(name, tensor) for name, tensor in state.items()} if mine else {}
         group, first = self.groups.ep_mp, dist.get_global_rank(self.groups.ep_mp, 0)
         wanted = all_ranks or dist.get_rank(self.groups.dp) == 0
         if not all_ranks and first != dist.get_global_rank(self.groups.dp, 0):
@@ -322,7 +337,7 @@ def patch_model(
     shapes = {name: _shape(name, module, config, groups, top_k) for name, module in modules.items()}
     sharded = _sharded(modules)
     if groups is not None:
-        broadcast_start(model, groups.dp) if broadcast else check_same_start(model, groups.dp)
+        broadcast_start(model, groups) if broadcast else check_same_start(model, groups)
 
     dispatchers = Dispatchers(config, None if groups is None else groups.ep_mp)
     for shape in shapes.values():
@@ -389,10 +404,11 @@ def _shape(name: str, module: nn.Module, config: EPConfig, groups: ProcessGroups
                 f"{name} has no config.num_experts_per_tok (found {top_k!r}): pass top_k=, the routes per token"
             )
     hidden_size = down.shape[2] if getattr(module, "is_transposed", False) else down.shape[1]
+    num_experts = getattr(down, "whole_experts", down.shape[0])
     check_shape(
-        num_experts=down.shape[0], top_k=top_k, hidden_size=hidden_size, ep=1 if groups is None else groups.layout.ep_mp
+        num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, ep=1 if groups is None else groups.layout.ep_mp
     )
-    return Shape(down.shape[0], top_k, hidden_size, down.dtype, down.device)
+    return Shape(num_experts, top_k, hidden_size, down.dtype, down.device)
 
 
 def _sharded(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
@@ -411,6 +427,6 @@ def _sharded(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
 
 def _keep_own(parameter: nn.Parameter, groups: ProcessGroups | None) -> None:
     """Cut an expert parameter [E, ...] down to this rank's experts [E_l, ...] and free the others."""
-    if groups is not None and groups.layout.ep_mp > 1:
+    if groups is not None and groups.layout.ep_mp > 1 and not hasattr(parameter, "whole_experts"):
         own = experts_of(parameter.shape[0], groups.layout.ep_mp, dist.get_rank(groups.ep_mp))
         parameter.data = parameter.data[own.start : own.stop].clone()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -164,7 +164,7 @@ class ExpertGradients:
         experts = get_total_norm(_grads(self.experts.values()), norm_type)
         norms = [get_total_norm(_grads(plain), norm_type), experts]
         if sharded:
-            norms.append(get_total_norm(_grads(sharded), norm_type).full_tensor())
+            norms.append(cast(DTensor, get_total_norm(_grads(sharded), norm_type)).full_tensor())
         device = next(iter(self.experts.values())).device
         dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms), torch.float32)
         dense, experts, *fsdp = (norm.to(device, dtype) for norm in norms)

@@ -1,4 +1,7 @@
-"""Ranks that hold the same model must start from the same weights."""
+"""Ranks that hold the same model must start from the same weights.
+
+Experts that were loaded shard by shard (``whole_experts`` on the parameter) are the same on the ranks of EP_DP alone.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from ..topology import ProcessGroups
 
 CHUNK = 1 << 22  # elements weighed at once: 32 MiB of int64
 
@@ -40,27 +45,41 @@ def _scramble(x: Tensor) -> Tensor:
     return x ^ (x >> 31)
 
 
-def check_same_start(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Compare every parameter and buffer over ``group``; ``ValueError`` on all ranks naming the first that differs."""
+def check_same_start(model: nn.Module, groups: ProcessGroups) -> None:
+    """Compare every parameter and buffer with the ranks that hold the same; ``ValueError`` on all ranks naming the first
+    that differs."""
     names, tensors = zip(*_tensors(model), strict=True)
     mine = torch.stack([fingerprint(tensor) for tensor in tensors])
-    low, high = mine.clone(), mine.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-    different = [name for name, same in zip(names, (low == high).tolist(), strict=True) if not same]
-    if different:
+    loaded = _sharded(model)
+    sharded = torch.tensor([name in loaded for name in names], device=mine.device)
+    different = torch.where(sharded, _differs(mine, groups.ep_dp), _differs(mine, groups.dp)).int()
+    dist.all_reduce(different, dist.ReduceOp.MAX, group=groups.dp)
+    found = [name for name, differs in zip(names, different.tolist(), strict=True) if differs]
+    if found:
         raise ValueError(
-            f"{len(different)} of {len(names)} parameters and buffers differ between data-parallel ranks,"
-            f" {different[0]} first: load the same weights or seed alike on every rank, or pass broadcast=True to take"
+            f"{len(found)} of {len(names)} parameters and buffers differ between data-parallel ranks,"
+            f" {found[0]} first: load the same weights or seed alike on every rank, or pass broadcast=True to take"
             " those of the first rank"
         )
 
 
-def broadcast_start(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank of ``group`` the parameters and buffers of its first rank."""
-    first = dist.get_global_rank(group, 0)
-    for _, tensor in _tensors(model):
+def _sharded(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if hasattr(parameter, "whole_experts")}
+
+
+def _differs(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    return low != high
+
+
+def broadcast_start(model: nn.Module, groups: ProcessGroups) -> None:
+    """Give every rank the parameters and buffers of the first rank that holds the same."""
+    sharded = _sharded(model)
+    for name, tensor in _tensors(model):
+        group = groups.ep_dp if name in sharded else groups.dp
         sent = tensor.contiguous()
-        dist.broadcast(sent, first, group=group)
+        dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
         if sent is not tensor:
             tensor.copy_(sent)
