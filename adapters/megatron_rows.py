@@ -7,14 +7,18 @@ size.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..dispatch import Dispatcher, RouteState
 from ..dispatch.base import Arrived, CombineRows, DispatchRows
+
+KERNEL_DEVICES = ("cuda",)
 
 
 def routes_from_map(routing_map: Tensor, probs: Tensor, max_routes: int) -> tuple[Tensor, Tensor]:
@@ -24,24 +28,60 @@ def routes_from_map(routing_map: Tensor, probs: Tensor, max_routes: int) -> tupl
     with more is an error: ``ValueError`` on CPU, a device-side assertion on a GPU, where the host does not wait for the
     map.
     """
+    if routing_map.device.type in KERNEL_DEVICES and importlib.util.find_spec("triton") is not None:
+        topk_idx, weights, most = _DenseRoutes.apply(probs, routing_map, max_routes)
+        if max_routes < routing_map.shape[1]:
+            _check_bound(most <= max_routes, max_routes)
+        return topk_idx, weights
     tokens, experts = routing_map.shape
     column = routing_map.cumsum(1)  # 1 for the first route of a token
     if tokens and max_routes < experts:
-        fits = (column[:, -1] <= max_routes).all()
-        message = (
-            f"a token of the routing map has more than {max_routes} routes, the bound of this dispatcher: pass"
-            " max_routes=<the most that a token may have>"
-        )
-        if routing_map.device.type == "cuda":
-            torch._assert_async(fits, message)
-        elif not fits:
-            raise ValueError(f"{message} (one has {int(column[:, -1].max())})")
+        _check_bound((column[:, -1] <= max_routes).all(), max_routes, column[:, -1].max())
     ids = torch.arange(experts, device=routing_map.device).expand(tokens, experts)
     topk_idx = ids.new_full((tokens, max_routes + 1), -1)
     column = torch.where(routing_map, column - 1, max_routes)  # what is no route lands in a column that is cut off
     topk_idx = topk_idx.scatter_(1, column, ids)[:, :max_routes].contiguous()
     weights = probs.gather(1, topk_idx.clamp(min=0))
     return topk_idx, weights.masked_fill(topk_idx < 0, 0)
+
+
+def _check_bound(fits: Tensor, max_routes: int, most: Tensor | None = None) -> None:
+    message = (
+        f"a token of the routing map has more than {max_routes} routes, the bound of this dispatcher: pass"
+        " max_routes=<the most that a token may have>"
+    )
+    if fits.device.type == "cuda":
+        torch._assert_async(fits, message)
+    elif not fits:
+        raise ValueError(message if most is None else f"{message} (one has {int(most)})")
+
+
+class _DenseRoutes(torch.autograd.Function):
+    """``routes_from_map`` in one kernel; gives besides, int32 [1], the most routes of a token where that is more than
+    the bound, else 0."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, routing_map: Tensor, max_routes: int) -> tuple[Tensor, Tensor, Tensor]:
+        from ..kernels.dense_routes_triton import dense_routes
+
+        routing_map = routing_map.contiguous()
+        topk_idx = torch.empty((len(routing_map), max_routes), dtype=torch.int64, device=probs.device)
+        weights = probs.new_empty(topk_idx.shape)
+        most = torch.zeros(1, dtype=torch.int32, device=probs.device)
+        dense_routes(routing_map, probs.contiguous(), topk_idx, weights, most)
+        ctx.mark_non_differentiable(topk_idx, most)
+        ctx.save_for_backward(routing_map)
+        return topk_idx, weights, most
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _ids: Tensor, grad: Tensor, _most: Tensor) -> tuple[Tensor, None, None]:
+        from ..kernels.dense_routes_triton import dense_routes_backward
+
+        (routing_map,) = ctx.saved_tensors
+        dprobs = grad.new_empty(routing_map.shape)
+        dense_routes_backward(routing_map, grad.contiguous(), dprobs)
+        return dprobs, None, None
 
 
 class HostOffsets:

@@ -18,6 +18,7 @@ from ep_plugin.adapters.megatron_weights import lay_out, projections_of, spacing
 from ep_plugin.config import EPConfig
 from ep_plugin.train.checks import check_settings
 from ep_plugin.train.compose import compose_launch
+from tests import dist
 
 
 def test_routes_of_a_map_are_ascending_and_padded():
@@ -39,6 +40,34 @@ def test_a_token_with_more_routes_than_the_bound_is_an_error():
         routes_from_map(routing, torch.ones(2, 4), 3)
     assert routes_from_map(routing, torch.ones(2, 4), 4)[0].shape == (2, 4)
     assert routes_from_map(routing[:0], torch.ones(0, 4), 3)[0].shape == (0, 3)
+
+
+def _routes_by_kernel(rank: int, world: int) -> None:
+    from ep_plugin.adapters import megatron_rows as rows
+
+    generator = torch.Generator().manual_seed(0)
+    for tokens, experts, bound, dtype in ((9, 5, 3, torch.float32), (4, 128, 8, torch.bfloat16), (0, 4, 4, None)):
+        routing = torch.rand(tokens, experts, generator=generator) < 0.6 * bound / experts
+        routing &= routing.cumsum(1) <= bound
+        probs = torch.rand(tokens, experts, generator=generator).to(dtype or torch.float32).requires_grad_()
+        results = []
+        for devices in ((), ("cpu",)):
+            rows.KERNEL_DEVICES = devices
+            ids, weights = routes_from_map(routing, probs, bound)
+            upstream = torch.arange(1.0, weights.numel() + 1).view_as(weights).to(weights.dtype)
+            results.append((ids, weights, torch.autograd.grad(weights, probs, upstream)[0]))
+        for ours, theirs in zip(*reversed(results), strict=True):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="more than 3 routes"):
+        routes_from_map(torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4), 3)
+
+
+def test_the_kernel_finds_the_same_routes(monkeypatch: pytest.MonkeyPatch):
+    """Routes, weights or gradients on a GPU other than on CPU; a route too many that is dropped without a word."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (exit,) = dist.run_fresh(_routes_by_kernel, 1)
+    assert exit.code == 0, exit.stderr[-3000:]
 
 
 def test_padding_and_back():
