@@ -10,12 +10,14 @@ import torch.distributed as dist
 from ..config import EPConfig, check_shape
 from ..heap import Heap, open_heap
 from ..slots import slots_for
+from .agree import agree
 from .base import Dispatched, Dispatcher, Rebuild, RouteState
 from .block import BlockDispatcher
+from .deepep_checks import deepep_preflight
 from .local import LocalDispatcher
 from .rowwise import RowwiseDispatcher
 
-__all__ = ["Dispatched", "Dispatcher", "Rebuild", "RouteState", "build_dispatcher", "slots_for"]
+__all__ = ["Dispatched", "Dispatcher", "Rebuild", "RouteState", "build_dispatcher", "deepep_preflight", "slots_for"]
 
 
 def build_dispatcher(
@@ -37,37 +39,41 @@ def build_dispatcher(
     ``ValueError`` for settings or shapes that do not fit, before anything is made."""
     config.validate()
     device = torch.device(device)
-    if config.dispatcher == "local":
-        return LocalDispatcher(
-            config,
-            num_experts=num_experts,
-            top_k=top_k,
-            hidden_size=hidden_size,
-            dtype=dtype,
-            device=device,
-            rank=0,
-            world=1,
-        )
-    if not dist.is_initialized():
-        raise ValueError(
-            f"dispatcher={config.dispatcher!r} needs torch.distributed; start with torchrun, or use 'local'"
-        )
+    precision = None
+    if config.precision == "mxfp8":
+        from ..mxfp8.dispatchers import Precision  # which knows the dispatchers here
+
+        precision = Precision(config, hidden_size, dtype, device)
     kwargs: dict[str, Any] = dict(
         num_experts=num_experts,
         top_k=top_k,
         hidden_size=hidden_size,
         dtype=dtype,
         device=device,
-        rank=dist.get_rank(group),
-        world=dist.get_world_size(group),
+        rank=0,
+        world=1,
     )
+    if config.dispatcher == "local":
+        return LocalDispatcher(config, **kwargs) if precision is None else precision.local(**kwargs)
+    if not dist.is_initialized():
+        raise ValueError(
+            f"dispatcher={config.dispatcher!r} needs torch.distributed; start with torchrun, or use 'local'"
+        )
+    kwargs |= {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
     check_shape(num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, ep=kwargs["world"])
-    _agree(config, kwargs, group)
+    shape = ("num_experts", "top_k", "hidden_size", "dtype")
+    agree(config, group, **{name: kwargs[name] for name in shape}, precision=config.precision, mxfp8=config.mxfp8)
     if config.dispatcher == "block":
-        return BlockDispatcher(config, group=group, **kwargs)
+        return BlockDispatcher(config, group=group, **kwargs) if precision is None else precision.block(group, **kwargs)
+    if config.dispatcher == "deepep":
+        from .deepep import build_deepep
+
+        return build_deepep(config, group, precision, **kwargs)
     kwargs["owns_heap"] = heap is None
     if heap is None:
         heap = open_heap(config.heap, group, device, config.timeout_s)
+    if precision is not None:
+        return precision.rowwise(heap, **kwargs)
     if not heap.host_visible:
         from ..heap.device import DeviceHeap
         from .rowwise_device import DeviceRowwiseDispatcher
@@ -75,18 +81,3 @@ def build_dispatcher(
         assert isinstance(heap, DeviceHeap)
         return DeviceRowwiseDispatcher(config, heap=heap, **kwargs)
     return RowwiseDispatcher(config, heap=heap, **kwargs)
-
-
-def _agree(config: EPConfig, shape: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """``ValueError`` on all ranks, naming the setting, where what must be alike on them is not; collective."""
-    own = {name: getattr(config, name) for name in ("dispatcher", "form", "weight_at", "max_tokens", "slots")}
-    own |= {f"capacity.{name}": value for name, value in vars(config.capacity).items()}
-    own |= {"launch.chunks": config.launch.chunks, "dtype": str(shape["dtype"])}
-    own |= {name: shape[name] for name in ("num_experts", "top_k", "hidden_size")}
-    everyone: list[Any] = [None] * shape["world"]
-    dist.all_gather_object(everyone, own, group=group)
-    for name in own:
-        values = [settings.get(name) for settings in everyone]
-        if any(value != values[0] for value in values):
-            said = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-            raise ValueError(f"the ranks of the EP group were given different settings of {name}: {said}")

@@ -7,6 +7,9 @@ received."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..heap import Phase
+from ..heap import HeapAborted, HeapClosed, HeapTimeout, Phase
 from ..kernels.fan_out import fan_out_torch
 from ..kernels.reduce import accumulation_dtype, sum_routes_torch
 from ..routing import RouteMap, build_route_map, count_routes
+from ..watch import GroupWatch
 from .base import Arrived, Dispatcher, RouteState, span
+from .stamps import OPERATIONS, STAMP_WORDS, check_stamps, stamp
 
 
 @dataclass
@@ -46,33 +51,81 @@ class BlockState(RouteState):
 
 
 class BlockDispatcher(Dispatcher[BlockState]):
-    """``dispatcher='block'`` over ``group`` (None: WORLD)."""
+    """``dispatcher='block'`` over ``group`` (None: WORLD); made collectively.
+
+    On CPU every movement starts with an exchange of stamps and is waited for. On GPUs the stamps travel with the plan,
+    where the host waits anyway, and ``check`` waits for what was enqueued since."""
 
     name = "block"
 
     def __init__(self, *args: Any, group: dist.ProcessGroup | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
+        self.watch = GroupWatch(group, self.config.timeout_s)
         self.bytes_sent = 0
+        self.exchanges = 0  # movements so far, alike on all ranks, and a checksum of what they were
+        self.history = 0
+        self._phase = Phase("exchange")
+
+    @contextmanager
+    def guard(self, phase: str, layer: str) -> Iterator[None]:
+        before, self._phase = self._phase, Phase(phase, layer)
+        try:
+            with super().guard(phase, layer):
+                if phase in OPERATIONS:
+                    self.exchanges += 1
+                    if phase != "plan" and self.device.type == "cpu":
+                        self._meet(phase, layer, torch.zeros(1 + self.num_experts, dtype=torch.int64))
+                    self.history = zlib.crc32(f"{phase}\0{layer}\0".encode(), self.history)
+                yield
+        finally:
+            self._phase = before
 
     def fail(self, phase: str, layer: str, error: BaseException) -> None:
-        """There is no abort word here: peers learn it from the process group, whose errors name no layer."""
-        note = f"EP rank {self.rank} of {self.world} was in {Phase(phase, layer)}, dispatcher='block'"
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(note)
+        if not isinstance(error, HeapAborted | HeapTimeout | HeapClosed):
+            self.watch.stop(Phase(phase, layer), f"{type(error).__name__}: {error}")
+
+    def check(self) -> None:
+        self.watch.settle()
+
+    def close(self) -> None:
+        self.watch.leave()
 
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> BlockState:
         with self.guard("plan", layer):
             self.check_routes(topk_idx)
-            own = torch.cat(
-                [count_routes(topk_idx, self.num_experts), topk_idx.new_tensor([topk_idx.shape[0]], dtype=torch.int64)]
-            )
-            table = own.new_empty((self.world, own.numel()))
-            with span("exchange"):
-                dist.all_gather(list(table), own, group=self.group)
-            counts, tokens = table[:, :-1].contiguous(), table[:, -1].contiguous()
+            counts = count_routes(topk_idx, self.num_experts)
+            own = torch.cat([counts.new_tensor([topk_idx.shape[0]]), counts])
+            table = self._meet("plan", layer, own)
+            counts, tokens = table[:, 1:].contiguous(), table[:, 0].contiguous()
             route_map = build_route_map(topk_idx, counts, tokens, rank=self.rank, capacity=self.config.capacity)
             return self._pack(layer, topk_idx, route_map)
+
+    def _meet(self, operation: str, layer: str, own: Tensor) -> Tensor:
+        """int64 [M, n]: every rank's ``own`` [n], all in the same step.
+
+        The checksum finds what ranks did differently since they last met, where they meet only to plan."""
+        head = (*stamp(self.exchanges, operation, layer), self.history)
+        record = torch.cat([own.new_tensor(head), own])
+        table = record.new_empty((self.world, record.numel()))
+        with span("exchange"):
+            if record.is_cuda:
+                self.watch.check_stopped(self._phase)
+                dist.all_gather(list(table), record, group=self.group)
+                self.watch.enqueued(self._phase)
+                self.watch.settle()
+            else:
+                self.watch.exchange(table, record.repeat(self.world, 1), [], [], self._phase)
+        said = table[:, : len(head)].tolist()
+        check_stamps([words[:STAMP_WORDS] for words in said], self.rank, self.exchanges, operation, layer)
+        for rank, words in enumerate(said):
+            if words[STAMP_WORDS] != self.history:
+                raise RuntimeError(
+                    f"EP ranks disagree: before {operation} of layer {layer!r} (exchange {self.exchanges}), rank {rank}"
+                    f" ran other operations than rank {self.rank}."
+                    " All ranks of an EP group must run the same layers in the same order"
+                )
+        return table[:, len(head) :]
 
     def _pack(self, layer: str, topk_idx: Tensor, route_map: RouteMap) -> BlockState:
         by_rank = route_map.accepted.view(self.world, self.world, self.num_local_experts)
@@ -154,9 +207,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
             send, recv = send_sizes.tolist(), recv_sizes.tolist()
             out = rows.new_empty((sum(recv), *rows.shape[1:]))
             # As bytes: gloo knows no bfloat16.
-            dist.all_to_all_single(
-                out.view(torch.uint8), rows.contiguous().view(torch.uint8), recv, send, group=self.group
-            )
+            self.watch.exchange(out.view(torch.uint8), rows.contiguous().view(torch.uint8), recv, send, self._phase)
             self.bytes_sent += (rows.shape[0] - send[self.rank]) * rows[:1].numel() * rows.element_size()
             return out
 

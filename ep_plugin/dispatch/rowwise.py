@@ -16,7 +16,6 @@ source."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,11 +41,9 @@ from ..kernels.reduce import (
 from ..routing import RouteMap, build_route_map, count_routes, drop_metrics, rows_bound
 from .base import Arrived, Dispatcher, Rebuild, RouteState, span
 from .layout import Part, Region
+from .stamps import STAMP_WORDS, check_stamps, stamp
 
 CHANNEL = 0
-OPERATIONS = ("plan", "combine", "combine backward", "dispatch backward")
-NAME_BYTES = 32  # of a layer's name, in exchanged records
-STAMP_WORDS = 2 + NAME_BYTES // 8
 MOVED = ("no gradient", "the gradient of x", "the gradient of topk_weight", "both gradients")
 EXHAUSTED = -1  # advertised instead of a handle by a rank whose pool has no free slot
 
@@ -181,7 +178,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             self._more_slots(pool, handles)
 
     def _exchange_handles(self, operation: str, layer: str, handle: int, moved: int = 0) -> list[int]:
-        """Every rank's handle. ``moved`` says what this rank moves (``_moved``): all ranks must move the same."""
+        """Every rank's handle. ``moved`` says what this rank moves (``moved_gradients``): all ranks must move the same."""
         handles, everyone = self._exchange(operation, layer, handle, moved)[:, :2].t().tolist()
         for rank, other in enumerate(everyone):
             if other != moved:
@@ -201,13 +198,13 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
         same step are told so and do not use each other's."""
         self.exchanges += 1
         record = torch.zeros(STAMP_WORDS + 2 + self.num_experts, dtype=torch.int64)
-        record[:STAMP_WORDS] = torch.tensor(self._stamp(operation, layer))
+        record[:STAMP_WORDS] = torch.tensor(stamp(self.exchanges, operation, layer))
         record[STAMP_WORDS], record[STAMP_WORDS + 1] = handle, num_tokens
         if counts is not None:
             record[STAMP_WORDS + 2 :] = counts
         with span("exchange"):
             records = self.heap.exchange(record, channel=CHANNEL, phase=Phase(operation, layer))
-        self._check_stamps(records, operation, layer)
+        check_stamps(records[:, :STAMP_WORDS].tolist(), self.rank, self.exchanges, operation, layer)
         return records[:, STAMP_WORDS:]
 
     def _more_slots(self, pool: SlotPool, handles: list[int]) -> None:
@@ -221,23 +218,6 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
                 " (ep_plugin.dispatch.slots_for)"
             )
         pool.grow(slots=slots + max(1, slots // 2))
-
-    def _stamp(self, operation: str, layer: str) -> tuple[int, ...]:
-        """The number of this exchange, its operation, and the end of the layer's name."""
-        name = layer.encode()[-NAME_BYTES:].ljust(NAME_BYTES)
-        return (self.exchanges, OPERATIONS.index(operation), *struct.unpack(f"{NAME_BYTES // 8}q", name))
-
-    def _check_stamps(self, records: Tensor, operation: str, layer: str) -> None:
-        mine = self._stamp(operation, layer)
-        for rank, stamp in enumerate(records[:, :STAMP_WORDS].tolist()):
-            if tuple(stamp) != mine:
-                number, other, *words = stamp
-                name = struct.pack(f"{NAME_BYTES // 8}q", *words).decode(errors="replace").rstrip()
-                raise RuntimeError(
-                    f"EP ranks disagree: rank {self.rank} is in {operation} of layer {layer!r} (exchange"
-                    f" {self.exchanges}), rank {rank} is in {OPERATIONS[other]} of layer {name!r} (exchange {number})."
-                    " All ranks of an EP group must run the same layers in the same order"
-                )
 
     def _peers(self, pool: SlotPool, region: Region, handles: list[int], part: str) -> list[Tensor]:
         """One view per rank of ``part`` of the slot it advertised."""
@@ -448,7 +428,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
                 if lease is not None and scalars is not None:
                     region.view(lease, "scalars")[: scalars.shape[0]] = scalars
             handle = EXHAUSTED if slot is None else slot.handle
-            handles = self._exchange_handles(operation, layer, handle, _moved(rows, scalars))
+            handles = self._exchange_handles(operation, layer, handle, moved_gradients(rows, scalars))
             if slot is not None and EXHAUSTED not in handles:
                 break
             self._more_slots(self.scratch, handles)
@@ -464,7 +444,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
         there."""
         dest, layer, local_rows = state.map, state.layer, state.local_rows
         assert local_rows is not None
-        _, slot, handles = self._advertise(operation, layer, self.scratch, _moved(rows, scalars))
+        _, slot, handles = self._advertise(operation, layer, self.scratch, moved_gradients(rows, scalars))
         region, tokens = self.scratch_region, dest.tokens.tolist()
         with span("reduce and put"):
             if rows is not None:
@@ -524,6 +504,6 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
         self.pools = None
 
 
-def _moved(rows: Tensor | None, scalars: Tensor | None) -> int:
+def moved_gradients(rows: Tensor | None, scalars: Tensor | None) -> int:
     """What a movement carries, as an index of ``MOVED``: 1 for rows, 2 for scalars of routes."""
     return (rows is not None) + 2 * (scalars is not None)

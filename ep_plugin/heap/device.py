@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import sync_triton as sync
+from ..kernels.nvshmem_sync import LibrarySignals
 from ..kernels.peers import Peers
+from ..watch import GroupWatch
 from .base import (
     CHANNELS,
     INTERNAL,
@@ -39,6 +41,11 @@ from .base import (
 )
 
 logger = logging.getLogger(__name__)
+
+OTHER_WAYS = (
+    "Keep the EP group where they do, or use dispatcher='deepep', dispatcher='block', or transport='device' with"
+    " heap='nvshmem'"
+)
 
 
 @dataclass
@@ -110,6 +117,17 @@ class _Layout:
         return self.mailbox(CHANNELS + 1, 0, 0)
 
 
+def require_addresses(name: str, tables: Sequence[Sequence[int]]) -> None:
+    """RuntimeError if a rank has no address for another's memory; ``tables``: every rank's addresses by rank."""
+    blind = [(r, [p for p, address in enumerate(table) if not address]) for r, table in enumerate(tables)]
+    said = [f"rank {rank} cannot address ranks {missing}" for rank, missing in blind if missing]
+    if said:
+        raise RuntimeError(
+            f"heap={name!r}: the GPUs of this EP group do not all reach each other through pointers: {'; '.join(said)}."
+            f" {OTHER_WAYS}"
+        )
+
+
 class DeviceHeap(Heap):
     """Symmetric heap of the GPUs of ``group``, one per rank. See the module for what backends add.
 
@@ -117,6 +135,7 @@ class DeviceHeap(Heap):
     none)."""
 
     host_visible = False
+    transport: str = "peer"
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float) -> None:
         if device.type != "cuda":
@@ -133,24 +152,29 @@ class DeviceHeap(Heap):
         self._buffers: list[DeviceBuffer] = []
         self._closed = False
         self._lengths = [0] * (CHANNELS + 1)
-        hosts: list[Any] = [None] * self.world
-        dist.all_gather_object(hosts, socket.gethostname(), group=group)
+        self._hosts_watch = GroupWatch(group, self.timeout_s)
+        hosts = self._hosts_watch.gather(socket.gethostname(), Phase("open", f"heap {self.name!r}"))
         self.one_host = len(set(hosts)) == 1
-        if not self.one_host:
+        if not self.one_host and self.transport == "peer":
             raise RuntimeError(
-                f"heap={self.name!r}: the EP group spans the hosts {sorted(set(hosts))}, whose GPUs cannot write"
-                f" each other's memory"
-                " through pointers. Keep the EP group inside a host, or use dispatcher='block'"
+                f"heap={self.name!r}: the EP group spans the hosts {sorted(set(hosts))}, whose GPUs cannot write each"
+                f" other's memory through pointers. {OTHER_WAYS}"
             )
+        self._signalling: Any = LibrarySignals(self.rank) if self.transport == "device" else sync
         self._open()
         self._layout = _Layout(self.world)
         self._control = self._new(self._layout.words * 8)
-        missing = [rank for rank, address in enumerate(self._control.ptrs) if address == 0]
-        if missing:
-            raise RuntimeError(
-                f"heap={self.name!r}: rank {self.rank} cannot address the GPUs of ranks {missing} (no peer access)"
-            )
-        self._ptrs = torch.tensor(self._control.ptrs, dtype=torch.int64, device=self.device)
+        own = self._control.ptrs[self.rank]
+        if self.transport == "peer":
+            try:
+                everyone = self._watch.gather(self._control.ptrs, Phase("open", f"heap {self.name!r}"))
+                require_addresses(self.name, everyone)
+            except RuntimeError:
+                self._release(self._control)
+                self._shut()
+                raise
+        table = self._control.ptrs if self.transport == "peer" else [own] * self.world
+        self._ptrs = torch.tensor(table, dtype=torch.int64, device=self.device)
         self._words = torch.as_tensor(
             _Lease(self._control.ptrs[self.rank], self._layout.words * 8, None), device=self.device
         ).view(torch.int64)
@@ -194,9 +218,8 @@ class DeviceHeap(Heap):
         nbytes = round_up(nbytes, 512)
         free, total = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        errors: list[Any] = [None] * self.world
         mine = f"asks for {nbytes} bytes of {free} free of {total}" if nbytes > free else ""
-        dist.all_gather_object(errors, (nbytes, mine), group=self.group)
+        errors = self._hosts_watch.gather((nbytes, mine), Phase("alloc", f"buffer '{label}'"))
         if any(text for _, text in errors) or len({n for n, _ in errors}) > 1:
             said = "; ".join(f"rank {r}: {text or f'{n} bytes'}" for r, (n, text) in enumerate(errors))
             raise RuntimeError(f"the symmetric buffer '{label}' cannot be allocated: {said}")
@@ -209,7 +232,7 @@ class DeviceHeap(Heap):
 
     def _meet(self) -> None:
         torch.cuda.synchronize(self.device)
-        dist.barrier(group=self.group)
+        self._hosts_watch.gather(None, Phase("meeting", f"heap {self.name!r}"))
 
     def free(self, buffer: SymmBuffer) -> None:
         self._check_open()
@@ -228,7 +251,7 @@ class DeviceHeap(Heap):
         self._check_open(channel)
         if ticket is None:
             ticket = torch.empty(1, dtype=torch.int64, device=self.device)
-        sync.post(self.counter(channel), self.signals(channel), ticket)
+        self._signalling.post(self.counter(channel), self.signals(channel), ticket)
         return ticket
 
     def counter(self, channel: int) -> Tensor:
@@ -248,7 +271,7 @@ class DeviceHeap(Heap):
         """As ``Heap.wait``, as a kernel on the current stream; what goes wrong is raised by ``check``."""
         self._check_open(channel)
         assert isinstance(ticket, Tensor)
-        sync.wait(ticket, self._watch(channel, phase))
+        self._signalling.wait(ticket, WATCHNAME(channel, phase))
 
     def _watch(self, channel: int, phase: Phase) -> sync.Watch:
         first, code = self._layout.counter(channel, 0), self._code(phase)
@@ -281,7 +304,7 @@ class DeviceHeap(Heap):
         if record.dtype != torch.int64 or record.dim() != 1 or record.numel() > RECORD_MAX:
             raise ValueError(f"a record is int64 [n ≤ {RECORD_MAX}], not {record.dtype} {list(record.shape)}")
         ticket = torch.empty(1, dtype=torch.int64, device=self.device)
-        sync.send(
+        self._signalling.send(
             record,
             self._counters[channel],
             self._at(self._layout.mailbox(channel, 0, self.rank)),
@@ -299,7 +322,7 @@ class DeviceHeap(Heap):
         out = torch.empty((self.world, self._lengths[channel]), dtype=torch.int64, device=self.device)
         first = self._layout.mailbox(channel, 0, 0)
         mail = self._words[first : first + 2 * self.world * RECORD_MAX].view(2, self.world, RECORD_MAX)
-        sync.receive(ticket, self._counters[channel], mail, out, self._watch(channel, phase))
+        self._signalling.receive(ticket, self._counters[channel], mail, out, self._watch(channel, phase))
         return out
 
     def _at(self, word: int) -> Peers:
@@ -340,7 +363,7 @@ class DeviceHeap(Heap):
         logger.error("rank %d stops the EP group in %s: %s", self.rank, phase, reason)
         try:
             with torch.cuda.stream(self._side):  # the current stream may be behind a wait
-                sync.set_abort(self._at(0), self._abort_value(self._code(phase)))
+                self._signalling.set_abort(self._at(0), self._abort_value(self._code(phase)))
                 self._side.synchronize()
         except RuntimeError as error:  # a broken CUDA context: the peers' clocks will tell
             logger.error("rank %d could not tell its peers: %s", self.rank, error)

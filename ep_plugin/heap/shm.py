@@ -40,6 +40,7 @@ from ep_plugin.heap.base import (
     round_up,
 )
 from ep_plugin.heap.region import Offer, Process
+from ep_plugin.watch import GroupWatch, rank_names
 
 YIELDS = 50  # looks at the counters that only yield the core, before a wait sleeps between two looks
 SLEEP_S = 50e-6
@@ -150,7 +151,9 @@ class ShmHeap(Heap):
             raise ValueError("this process is not a member of the group whose heap it opens")
         self.device = torch.device("cpu")
         self.timeout_s = float(timeout_s)
-        self._names = _rank_names(group)
+        self._names = rank_names(group)
+        # Of the group's collectives, until the heap has signals of its own.
+        self._watch = GroupWatch(group, self.timeout_s) if self.world > 1 else None
         self._process = Process.own()
         self._channels = [_Channel() for _ in range(CHANNELS + 1)]
         self._buffers: weakref.WeakSet[ShmBuffer] = weakref.WeakSet()
@@ -227,14 +230,7 @@ class ShmHeap(Heap):
             raise RuntimeError(f"the symmetric buffer '{label}' cannot be allocated. " + ". ".join(bad))
 
     def _gather_through_group(self, fields: dict[str, Any], phase: Phase) -> list[dict[str, Any]]:
-        if self.world == 1:
-            return [fields]
-        gathered: list[Any] = [None] * self.world
-        try:
-            dist.all_gather_object(gathered, fields, group=self.group)
-        except RuntimeError as error:
-            raise RuntimeError(f"a peer left while the symmetric heap was being opened ({phase}): {error}") from error
-        return gathered
+        return [fields] if self._watch is None else self._watch.gather(fields, phase)
 
     def _gather_through_mail(self, fields: dict[str, Any], phase: Phase) -> list[dict[str, Any]]:
         fields = {**fields, "error": fields["error"][:2000]}
@@ -401,9 +397,3 @@ class ShmHeap(Heap):
 
 def _sentence(error: OSError | ValueError) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def _rank_names(group: dist.ProcessGroup | None) -> list[str]:
-    """How errors call each rank: by its rank in the group, and by its global rank where that differs."""
-    everyone = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-    return [f"rank {r}" if r == g else f"rank {r} (global rank {g})" for r, g in enumerate(everyone)]
