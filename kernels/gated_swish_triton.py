@@ -109,6 +109,7 @@ def _gated_swish_backward(
     dhidden,
     dup,
     dweights,
+    hidden,
     num_rows,
     bound,
     F: tl.constexpr,
@@ -134,6 +135,9 @@ def _gated_swish_backward(
             swish = gate * sigmoid
             if dweights is not None:
                 dots += grad * (swish * linear)
+            if hidden is not None:
+                values = narrow(swish * linear * weight, hidden.dtype.element_ty)
+                tl.store(hidden + row * F + cols, values, mask=cols < F)
             if dup is not None:
                 weighted = grad * weight
                 bent = swish
@@ -167,13 +171,15 @@ def gated_swish_backward(
     *,
     dup: Tensor | None = None,
     dweights: Tensor | None = None,
+    hidden: Tensor | None = None,
     num_rows: Tensor | None = None,
     launch: Launch = BACKWARD,
 ) -> None:
     """The gradients of ``gated_swish`` into what is given: ``dup`` [RB, 2F], which may be ``up`` itself, and
-    ``dweights`` float32 [RB], zero past ``num_rows``, whose sums over F run in an order of their own.
+    ``dweights`` float32 [RB], zero past ``num_rows``, whose sums over F run in an order of their own. ``hidden``
+    [RB, F]: what ``gated_swish`` gave, again.
     """
-    require_contiguous(up=up, weights=weights, dhidden=dhidden, dup=dup, dweights=dweights, num_rows=num_rows)
+    require_contiguous(up=up, weights=weights, dhidden=dhidden, dup=dup, dweights=dweights, hidden=hidden)
     _check(up, dhidden, weights)
     rows, width = dhidden.shape
     if not rows:
@@ -181,7 +187,18 @@ def gated_swish_backward(
     block = launch.columns(width, LONGEST)
     launch = launch.of_whole_lanes(block, up.element_size())
     _gated_swish_backward[launch.grid(rows)](
-        up, weights, dhidden, dup, dweights, num_rows, rows, F=width, BLOCK=block, **_constants(shape), **launch.options
+        up,
+        weights,
+        dhidden,
+        dup,
+        dweights,
+        hidden,
+        num_rows,
+        rows,
+        F=width,
+        BLOCK=block,
+        **_constants(shape),
+        **launch.options,
     )
 
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels.gated_swish import GatedSwish
 from ..kernels.reduce import accumulation_dtype
+from ..kernels.scatter_rows import scatter_rows_torch
 from .groups import valid_rows, zero_padding
 
 
@@ -156,6 +157,15 @@ def _kernels() -> Any:
     return gated_swish_triton
 
 
+def _put(rows: Tensor, targets: Tensor, out: Tensor, offsets: Tensor) -> None:
+    if rows.is_cuda:
+        from ..kernels.scatter_rows_triton import scatter_rows
+
+        scatter_rows(rows, targets, out, offsets[-1:])
+    else:
+        scatter_rows_torch(rows, targets, out)
+
+
 def _fused(up: Tensor, activation: Activation) -> GatedSwish | None:
     """The kernels' form of ``activation`` if they take ``up`` [R, G]: on a GPU, in a dtype that accumulates in
     float32."""
@@ -166,11 +176,11 @@ def _fused(up: Tensor, activation: Activation) -> GatedSwish | None:
     return activation.gated_swish
 
 
-def hidden_rows(
-    up: Tensor, weights: Tensor | None, offsets: Tensor, activation: Activation, *, num_rows: int | None = None
+def hidden_rows_of(
+    up: Tensor, weights: Tensor | None, offsets: Tensor, activation: Activation, num_rows: int | None
 ) -> Tensor:
     """activation(up) · weights in acc dtype, rounded once. up [R, G], weights [R] or None, offsets int64 [E_l+1] →
-    [R, F], dtype of `up`; see ``weighted_activation``."""
+    [R, F] in the dtype of `up`; see ``weighted_activation`` for the padding."""
     total, valid = up.shape[0], valid_rows(offsets, num_rows, up.shape[0])
     shape = _fused(up, activation)
     if shape is not None:
@@ -184,6 +194,80 @@ def hidden_rows(
         if weights is not None:
             hidden = hidden * weights[:valid, None].to(hidden.dtype)
         return _padded(hidden.to(up.dtype), total)
+
+
+@dataclasses.dataclass
+class HiddenGradients:
+    """``up`` [R, G] in its dtype, ``weights`` [R] in acc dtype (zero on padding) or None; ``hidden`` [R, F] made again,
+    where asked for."""
+
+    up: Tensor
+    weights: Tensor | None
+    hidden: Tensor | None
+
+
+def hidden_gradients(
+    up: Tensor,
+    dhidden: Tensor,
+    weights: Tensor | None,
+    offsets: Tensor,
+    activation: Activation,
+    num_rows: int | None,
+    *,
+    hidden: bool = False,
+    needs_up: bool = True,
+    needs_weights: bool = True,
+    consume: bool = False,
+) -> HiddenGradients:
+    """The backward of ``hidden_rows_of`` from `dhidden` [R, F].
+
+    `hidden`: give the hidden rows again, too. `consume`: nobody reads `up` again, whose memory may hold its gradient.
+    """
+    total, valid = up.shape[0], valid_rows(offsets, num_rows, up.shape[0])
+    needs_weights = needs_weights and weights is not None
+    dup = dweights = again = None
+    shape = _fused(up, activation)
+    if shape is not None:
+        rows = up.detach().contiguous()
+        if needs_up:
+            dup = rows if consume else torch.empty_like(rows)
+        if needs_weights:
+            dweights = torch.empty(total, dtype=torch.float32, device=up.device)
+        if hidden:
+            again = rows.new_empty(dhidden.shape)
+        _kernels().gated_swish_backward(
+            rows,
+            _plain(weights),
+            dhidden.detach().contiguous(),
+            shape,
+            dup=dup,
+            dweights=dweights,
+            hidden=again,
+            num_rows=offsets[-1:],
+        )
+        for made in (dup, again):
+            if made is not None:
+                made[valid:].zero_()
+        return HiddenGradients(dup, dweights, again)  # type: ignore[arg-type]  # up is made unless nobody needs it
+    with torch.autocast(up.device.type, enabled=False):
+        up_acc = up[:valid].detach().to(accumulation_dtype(up.dtype))
+        grad = dhidden[:valid].to(up_acc.dtype)
+        with torch.enable_grad():
+            up_acc.requires_grad_(needs_up)
+            out = activation(up_acc)
+        if needs_weights:
+            dweights = zero_padding(_padded((grad * out.detach()).sum(-1), total), offsets)
+        scale = None if weights is None else weights[:valid, None].to(grad.dtype)
+        if hidden:
+            again = _padded((out.detach() if scale is None else out.detach() * scale).to(up.dtype), total)
+        if needs_up:
+            (dup,) = torch.autograd.grad(out, up_acc, grad if scale is None else grad * scale)
+            dup = _padded(dup.to(up.dtype), total)
+    if placed is not None:
+        for rows, out in ((dup, placed[1]), (again, placed[2])):
+            if rows is not None and out is not None:
+                _put(rows, placed[0], out, offsets)
+    return HiddenGradients(dup, dweights, again)  # type: ignore[arg-type]
 
 
 def weighted_activation(
@@ -222,52 +306,27 @@ class _WeightedActivation(torch.autograd.Function):
     ) -> Tensor:
         ctx.activation, ctx.num_rows, ctx.consume = activation, num_rows, consume
         ctx.save_for_backward(up, weights, offsets)
-        return hidden_rows(up, weights, offsets, activation, num_rows=num_rows)
+        return hidden_rows_of(up, weights, offsets, activation, num_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dhidden: Tensor) -> tuple[Tensor | None, ...]:
         up, weights, offsets = ctx.saved_tensors
-        shape = _fused(up, ctx.activation)
-        if shape is not None:
-            return *_fused_backward(ctx, up, weights, offsets, dhidden, shape), None, None, None, None
-        total, valid = up.shape[0], valid_rows(offsets, ctx.num_rows, up.shape[0])
-        dup = dweights = None
-        with torch.autocast(up.device.type, enabled=False):
-            up_acc = up[:valid].detach().to(accumulation_dtype(up.dtype))
-            dhidden = dhidden[:valid].to(up_acc.dtype)
-            with torch.enable_grad():
-                up_acc.requires_grad_(ctx.needs_input_grad[0])
-                hidden = ctx.activation(up_acc)
-            if ctx.needs_input_grad[1]:
-                dots = _padded((dhidden * hidden.detach()).sum(-1), total)
-                dweights = zero_padding(dots, offsets).to(weights.dtype)
-            if ctx.needs_input_grad[0]:
-                grad = dhidden if weights is None else dhidden * weights[:valid, None].to(dhidden.dtype)
-                (dup,) = torch.autograd.grad(hidden, up_acc, grad)
-                dup = _padded(dup.to(up.dtype), total)
-        return dup, dweights, None, None, None, None
-
-
-def _fused_backward(
-    ctx: Any, up: Tensor, weights: Tensor | None, offsets: Tensor, dhidden: Tensor, shape: GatedSwish
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `up` and `weights`, one pass over the valid rows."""
-    total, valid = up.shape[0], valid_rows(offsets, ctx.num_rows, up.shape[0])
-    dup = dweights = None
-    rows = up.detach().contiguous()
-    if ctx.needs_input_grad[0]:
-        # A graph that is kept may come here again, and needs `up` then.
-        last = ctx.consume and not torch._C._autograd._get_current_graph_task_keep_graph()
-        dup = rows if last else torch.empty_like(rows)
-    if ctx.needs_input_grad[1]:
-        dweights = torch.empty(total, dtype=torch.float32, device=up.device)
-    _kernels().gated_swish_backward(
-        rows, _plain(weights), dhidden.contiguous(), shape, dup=dup, dweights=dweights, num_rows=offsets[-1:]
-    )
-    if dup is not None:
-        dup[valid:].zero_()
-    return dup, None if dweights is None or weights is None else dweights.to(weights.dtype)
+        needs_up, needs_weights = ctx.needs_input_grad[:2]
+        found = hidden_gradients(
+            up,
+            dhidden,
+            weights,
+            offsets,
+            ctx.activation,
+            ctx.num_rows,
+            needs_up=needs_up,
+            needs_weights=needs_weights,
+            # A graph that is kept may come here again, and needs `up` then.
+            consume=ctx.consume and not torch._C._autograd._get_current_graph_task_keep_graph(),
+        )
+        dweights = None if found.weights is None else found.weights.to(weights.dtype)
+        return found.up, dweights, None, None, None, None
 
 
 def _plain(weights: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config import WEIGHT_AT, one_of
 from ..dispatch.base import Dispatched, Rebuild
-from .activation import Activation, hidden_rows, weighted_activation
+from .activation import Activation, hidden_rows_of, weighted_activation
 from .grouped_linear import Backend, grouped_linear
 
 WeightAt = Literal["input", "hidden", "output", "source"]
@@ -24,7 +24,7 @@ WeightAt = Literal["input", "hidden", "output", "source"]
 def _hidden_again(tensors: tuple[Tensor, ...], num_rows: int | None, *, activation: Activation) -> Tensor:
     """The down projection's input from offsets [E_l+1], the up output [R, G] and, if applied here, the weights [R]."""
     offsets, up, *weights = tensors
-    return hidden_rows(up, weights[0] if weights else None, offsets, activation, num_rows=num_rows)
+    return hidden_rows_of(up, weights[0] if weights else None, offsets, activation, num_rows)
 
 
 def grouped_mlp(
