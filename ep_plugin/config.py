@@ -14,6 +14,7 @@ from typing import Any
 DISPATCHERS = ("local", "block", "rowwise", "deepep")
 FORMS = ("dedup", "route")
 HEAPS = ("auto", "shm", "torch", "nvshmem")
+TRANSPORTS = ("peer", "device")
 POLICIES = ("dropless", "rank", "source", "expert")
 WEIGHT_AT = ("hidden", "input", "output", "source")
 FILLS = ("none", "zero", "nan")
@@ -192,7 +193,9 @@ class EPConfig:
     ``dispatcher``: ``local`` (no EP), ``block`` (all-to-all of packed blocks, host split lists), ``rowwise``
     (one-sided rows on a symmetric heap) or ``deepep`` (DeepEP v2, an engine of its own). ``form`` of rowwise:
     ``dedup`` sends a token once per expert rank, ``route`` once per route (the report's form). ``heap``: the symmetric
-    heap of rowwise. ``weight_at``: where the router weight is applied (``hidden`` before the down projection,
+    heap of rowwise. ``transport`` of rowwise on GPUs: ``peer`` stores and loads through pointers to the other GPUs'
+    memory; ``device`` calls NVSHMEM's own put and get, which need none, and so reach GPUs of other machines
+    (heap='nvshmem'). ``weight_at``: where the router weight is applied (``hidden`` before the down projection,
     ``input`` before the up projection, ``output`` in the sum on the expert rank, ``source`` in the sum at the token).
     ``max_tokens``: the most tokens a rank passes to one layer call;
     ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
@@ -207,6 +210,7 @@ class EPConfig:
     dispatcher: str = "rowwise"
     form: str = "dedup"
     heap: str = "auto"
+    transport: str = "peer"
     weight_at: str = "hidden"
     capacity: CapacityConfig = field(default_factory=CapacityConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -224,6 +228,9 @@ class EPConfig:
         one_of("dispatcher", self.dispatcher, DISPATCHERS)
         one_of("form", self.form, FORMS)
         one_of("heap", self.heap, HEAPS)
+        one_of("transport", self.transport, TRANSPORTS)
+        if self.transport == "device":
+            self._validate_device_transport()
         one_of("weight_at", self.weight_at, WEIGHT_AT)
         one_of("diagnostic_fill", self.diagnostic_fill, FILLS)
         self.capacity.validate()
@@ -254,6 +261,19 @@ class EPConfig:
                 raise ValueError(f"{name}={value!r} must be at least 1, or null to size it from what is seen")
         if not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
+
+    def _validate_device_transport(self) -> None:
+        if self.heap not in ("auto", "nvshmem"):
+            raise ValueError(
+                f"transport='device' moves rows by NVSHMEM's own put and get, which needs heap='nvshmem', not"
+                f" heap={self.heap!r}"
+            )
+        if self.dispatcher != "rowwise":
+            raise ValueError(f"transport='device' is one of dispatcher='rowwise', not of {self.dispatcher!r}")
+        if self.precision != "bf16":
+            raise ValueError(
+                f"precision={self.precision!r} moves its records through peer pointers: use transport='peer'"
+            )
 
     def _validate_mxfp8(self) -> None:
         self.mxfp8.validate(self.dispatcher)

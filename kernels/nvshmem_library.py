@@ -1,8 +1,8 @@
 """NVSHMEM's device functions as Triton kernels call them: put, get, signal, quiet, compare and swap.
 
 They name a remote place by the address of the same place in our own memory (symmetric) and the number of the rank (PE)
-it is at, so they need no peer pointers: NVSHMEM copies through the link where it can and hands the transfer to a network
-card where it cannot. Both ends must be symmetric memory.
+it is at, so they need no peer pointers: NVSHMEM copies through the link where it can and hands the transfer to a
+network card where it cannot. Both ends must be symmetric memory.
 
 Under Triton's interpreter there is no NVSHMEM. A stand-in then copies through ``base``, the table of every rank's
 address of the region, which is otherwise not read except for our own entry.

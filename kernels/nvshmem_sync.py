@@ -166,8 +166,8 @@ def _set_abort(base, offset, value, me, M: tl.constexpr, LANES: tl.constexpr):
 
 class LibrarySignals:
     """``post``, ``wait``, ``send``, ``receive`` and ``set_abort`` of ``sync_triton`` for rank ``me`` of the NVSHMEM
-    world. Of the addresses in ``Peers`` only our own are used; the words a wait looks at are our own anyway, and so must
-    be all of ``Watch.abort_at.base``."""
+    world. Of the addresses in ``Peers`` only our own are used; the words a wait looks at are our own anyway, and so
+    must be all of ``Watch.abort_at.base``."""
 
     def __init__(self, me: int) -> None:
         self.me = me

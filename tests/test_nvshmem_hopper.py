@@ -1,6 +1,6 @@
 """The kernels of ``transport=device`` compiled for Hopper (sm_90) without a GPU, linked with NVSHMEM's device library.
 
-Where NVSHMEM is not installed, functions of the same names take its place: what is tested then is what the kernels call,
+Where NVSHMEM is not installed, functions of the same names take its place: what is tested then is what kernels call,
 and with which types. ``EP_PLUGIN_NVSHMEM_BITCODE`` names a libnvshmem_device.bc to link.
 """
 

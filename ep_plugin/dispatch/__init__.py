@@ -71,7 +71,12 @@ def build_dispatcher(
         return build_deepep(config, group, precision, **kwargs)
     kwargs["owns_heap"] = heap is None
     if heap is None:
-        heap = open_heap(config.heap, group, device, config.timeout_s)
+        heap = open_heap(config.heap, group, device, config.timeout_s, config.transport)
+    elif (opened := getattr(heap, "transport", "peer")) != config.transport:
+        raise ValueError(
+            f"transport={config.transport!r} does not fit the heap that was given, which was opened with"
+            f" transport={opened!r}: pass open_heap(..., transport={config.transport!r})"
+        )
     if precision is not None:
         return precision.rowwise(heap, **kwargs)
     if not heap.host_visible:

@@ -10,7 +10,7 @@ from ..config import EPConfig
 from ..heap import Phase
 from ..watch import GroupWatch
 
-ALIKE = ("dispatcher", "form", "heap", "weight_at", "max_tokens", "slots")
+ALIKE = ("dispatcher", "form", "heap", "transport", "weight_at", "max_tokens", "slots")
 
 
 def agree(config: EPConfig, group: dist.ProcessGroup | None, **shape: Any) -> None:

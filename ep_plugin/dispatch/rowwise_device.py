@@ -36,14 +36,14 @@ from ..kernels import route_map_triton as route_map
 from ..kernels.copy_triton import copy_prefix
 from ..kernels.fan_out_triton import fan_out, fill_tail
 from ..kernels.peers import Peers
-from ..kernels.put_triton import put_meta, put_rows, put_unique, put_values
 from ..kernels.reduce import accumulation_dtype
-from ..kernels.reduce_triton import get_reduce, pre_reduce_put, sum_partials
-from ..kernels.scalars_triton import get_values, put_scalars, take_scalars
+from ..kernels.reduce_triton import sum_partials
+from ..kernels.scalars_triton import take_scalars
 from ..routing import RouteMap, drop_metrics, rows_bound
 from .base import Arrived, Dispatcher, Rebuild, RouteState, span
 from .device_buffers import Chunks, Launches, Scratch
 from .layout import Part, Region
+from .moves import Moves, PeerMoves, make_moves
 
 CHANNEL = 0  # everything on the caller's stream
 THERE, BACK = 1, 2  # chunks of rows on their way to experts, and of partial sums on their way to tokens
@@ -88,6 +88,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
     forwards in flight."""
 
     name = "rowwise"
+    moves: Moves = PeerMoves()
 
     def __init__(self, *args: Any, heap: DeviceHeap, owns_heap: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -136,6 +137,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             self.outputs = Scratch(self.heap, out, CHANNEL, "expert outputs")
             grad = Region(Part("rows", (rows, wide), self.dtype))
             self.grad_pool = SlotPool(self.heap, grad.nbytes, 3, "gradient rows")
+        shape = {"top_k": self.top_k, "hidden_size": self.hidden_size, "dtype": self.dtype}
+        self.moves = make_moves(self.config.transport, self.heap, form=self.config.form, max_tokens=max_tokens, **shape)
         self.slots = self.config.slots or 4
         self.payload = SlotPool(self.heap, self.payload_region.nbytes, self.slots + 1, "payload")
         handle, self.ahead = self._lease(self.payload, "")
@@ -241,7 +244,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         stage = self._payload(handles, "stage")
         self.there.begin()
         with self._across():
-            put_unique(
+            self.moves.put_unique(
                 x,
                 stage,
                 topk_idx,
@@ -254,7 +257,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
 
     def _put_unique(self, x: Tensor, stage: Peers, dest_rank: Tensor) -> None:
         """Every token once to each other rank that a route names."""
-        put_unique(
+        self.moves.put_unique(
             x,
             stage,
             dest_rank,
@@ -299,7 +302,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         first = self.rank * self.max_tokens
         with span("put"):
             local_rows, by_token = self._payload(handles, "local_rows"), self._payload(handles, "weights")
-            put_meta(dest.dest_rank, dest.dest_row, weights, local_rows, by_token, first)
+            self.moves.put_meta(dest.dest_rank, dest.dest_row, weights, local_rows, by_token, first)
         told = self.heap.post(channel=CHANNEL, phase=phase)
         rows = x.new_empty((self.max_rows, self.hidden_size))
         row_weights = weights.new_empty(self.max_rows)
@@ -343,7 +346,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         """One row per route, into the expert row itself."""
         dest, bound = state.map, self.max_rows
         with span("put"):
-            put_rows(
+            self.moves.put_rows(
                 x,
                 self._payload(handles, "rows"),
                 dest.dest_rank,
@@ -351,11 +354,9 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
                 num_rows=bound,
                 launch=self.launches.put,
             )
-            put_values(weights, self._payload(handles, "weights"), dest.dest_rank, dest.dest_row, num_rows=bound)
-            first = self.rank * self.max_tokens * self.top_k
-            put_values(
-                None, self._payload(handles, "routes"), dest.dest_rank, dest.dest_row, num_rows=bound, first=first
-            )
+            to, first = (dest.dest_rank, dest.dest_row), self.rank * self.max_tokens * self.top_k
+            self.moves.put_values(weights, self._payload(handles, "weights"), *to, num_rows=bound)
+            self.moves.put_values(None, self._payload(handles, "routes"), *to, num_rows=bound, first=first)
         self._sync(Phase("dispatch", state.layer))
         region = self.payload_region
         routes, row_weights = region.view(payload, "routes").clone(), region.view(payload, "weights").clone()
@@ -385,7 +386,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         with span("get and reduce"):
             w = None if by_route is None else by_route.to(self.acc).contiguous()
             where = self.outputs.peers("rows")
-            get_reduce(where, dest.dest_rank, dest.dest_row, w, out, num_rows=self.max_rows, gathered=kept)
+            self.moves.get_reduce(where, dest.dest_rank, dest.dest_row, w, out, num_rows=self.max_rows, gathered=kept)
         self.outputs.done(phase)
         return out, kept
 
@@ -401,7 +402,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             with span("put"):
                 where = self._slots(self.grad_pool, handles[:, 0], 0)
                 scale = None if scale is None else scale.contiguous()
-                put_rows(
+                self.moves.put_rows(
                     grad, where, dest.dest_rank, dest.dest_row, scale, num_rows=self.max_rows, launch=self.launches.put
                 )
             self._sync(phase)
@@ -444,11 +445,11 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             if grad_rows is not None:
                 grad_x = grad_rows.new_empty((state.num_tokens, self.hidden_size))
                 where = self.outputs.peers("rows")
-                get_reduce(where, dest.dest_rank, dest.dest_row, None, grad_x, num_rows=self.max_rows)
+                self.moves.get_reduce(where, dest.dest_rank, dest.dest_row, None, grad_x, num_rows=self.max_rows)
             if grad_weights is not None:
                 grad_w = grad_weights.new_empty((state.num_tokens, self.top_k))
                 where = self.outputs.peers("scalars")
-                get_values(where, dest.dest_rank, dest.dest_row, grad_w, num_rows=self.max_rows)
+                self.moves.get_values(where, dest.dest_rank, dest.dest_row, grad_w, num_rows=self.max_rows)
         self.outputs.done(phase)
         return grad_x, grad_w
 
@@ -478,9 +479,9 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         with self._across():
             self.partial.claim(phase)
             if scalars is not None:
-                put_scalars(scalars, local_rows, dest.tokens, self.partial.peers("scalars"), me)
+                self.moves.put_scalars(scalars, local_rows, dest.tokens, self.partial.peers("scalars"), me)
             if rows is not None:
-                pre_reduce_put(
+                self.moves.pre_reduce_put(
                     rows, local_rows, dest.tokens, self.partial.peers("rows"), me, weights,
                     first_source=me + 1, sources=self.world - 1, signal=self.back.signal, launch=self.launches.reduce,
                 )  # fmt: skip
@@ -563,6 +564,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
     def _free(self) -> None:
         """Collective: give the buffers back to the heap."""
         del self.ahead, self.handles
+        self.moves.free()
         self.payload.close()
         if self.config.form == "dedup":
             self.heap.free(self.partial.buffer)

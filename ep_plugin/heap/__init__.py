@@ -42,13 +42,27 @@ logger = logging.getLogger(__name__)
 
 
 def open_heap(
-    name: str, group: dist.ProcessGroup | None, device: torch.device | str = "cpu", timeout_s: float = 300.0
+    name: str,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str = "cpu",
+    timeout_s: float = 300.0,
+    transport: str = "peer",
 ) -> Heap:
     """Collective over ``group`` (None: WORLD): open the symmetric heap ``name``; "auto" picks the one for ``device``.
+
+    ``transport``: ``peer``, every rank reaches the others' memory through pointers; ``device``, none does, and signals
+    go through NVSHMEM's device functions (nvshmem only).
 
     Raises ValueError when the backend cannot serve the device, RuntimeError when the machine cannot serve the backend.
     """
     device = torch.device(device)
+    if transport == "device":
+        if name not in ("auto", "nvshmem") or device.type != "cuda":
+            raise ValueError(
+                f"transport='device' is NVSHMEM's own and needs heap='nvshmem' on CUDA, not heap={name!r} on"
+                f" {str(device)!r}"
+            )
+        name = "nvshmem"
     if name == "auto":
         name, why = _choose(device)
         logger.info("heap=auto is %r for device %s: %s", name, device, why)
@@ -63,7 +77,7 @@ def open_heap(
     if name == "nvshmem":
         from ep_plugin.heap.nvshmem import NvshmemHeap
 
-        return NvshmemHeap(group, device, timeout_s)
+        return NvshmemHeap(group, device, timeout_s, transport)
     if name == "torch":
         from ep_plugin.heap.torch_symm import TorchHeap
 

@@ -167,7 +167,7 @@ class DeviceHeap(Heap):
         own = self._control.ptrs[self.rank]
         if self.transport == "peer":
             try:
-                everyone = self._watch.gather(self._control.ptrs, Phase("open", f"heap {self.name!r}"))
+                everyone = self._hosts_watch.gather(self._control.ptrs, Phase("open", f"heap {self.name!r}"))
                 require_addresses(self.name, everyone)
             except RuntimeError:
                 self._release(self._control)
@@ -271,7 +271,7 @@ class DeviceHeap(Heap):
         """As ``Heap.wait``, as a kernel on the current stream; what goes wrong is raised by ``check``."""
         self._check_open(channel)
         assert isinstance(ticket, Tensor)
-        self._signalling.wait(ticket, WATCHNAME(channel, phase))
+        self._signalling.wait(ticket, self._watch(channel, phase))
 
     def _watch(self, channel: int, phase: Phase) -> sync.Watch:
         first, code = self._layout.counter(channel, 0), self._code(phase)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.nvshmem_library import forget_world
 from .device import DeviceHeap, Region
 
 _world: NvshmemHeap | None = None  # NVSHMEM has one world per process
@@ -20,9 +21,17 @@ def in_use() -> bool:
 
 
 class NvshmemHeap(DeviceHeap):
-    """Symmetric heap of NVSHMEM. Initialised by a unique id that the group's first rank makes and broadcasts."""
+    """Symmetric heap of NVSHMEM. Initialised by a unique id that the group's first rank makes and broadcasts.
+
+    ``transport='device'``: no pointer to another rank's memory is asked for, and all tables hold only our own."""
 
     name = "nvshmem"
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, transport: str = "peer"
+    ) -> None:
+        self.transport = transport
+        super().__init__(group, device, timeout_s)
 
     def _open(self) -> None:
         global _world
@@ -66,8 +75,12 @@ class NvshmemHeap(DeviceHeap):
     def _allocate(self, nbytes: int) -> Region:
         tensor = self._nv.tensor((nbytes,), dtype=torch.uint8)
         own = tensor.data_ptr()
-        ptrs = [own if rank == self.rank else int(self._ptr(own, rank)) for rank in range(self.world)]
+        ptrs = [own if rank == self.rank else self._pointer(own, rank) for rank in range(self.world)]
         return Region(tensor, ptrs, {})
+
+    def _pointer(self, own: int, rank: int) -> int:
+        """Where our address ``own`` lies at ``rank``, as an address in this process; 0 for none."""
+        return int(self._ptr(own, rank) or 0) if self.transport == "peer" else 0
 
     def _peer(self, region: Region, rank: int) -> Tensor:
         views: dict[int, Tensor] = region.keep
@@ -86,4 +99,5 @@ class NvshmemHeap(DeviceHeap):
         global _world
         nv: Any = self._nv
         nv.finalize()
+        forget_world()
         _world = None
