@@ -20,7 +20,8 @@ received.
 from __future__ import annotations
 
 import functools
-import inspect
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,21 +34,18 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import EPConfig, check_shape, one_of
 from ..dispatch import RouteState
 from ..layer import Experts, ForeignExperts, moe_step
-from ..topology import ProcessGroups, experts_of
+from ..topology import ProcessGroups
 from .huggingface_dispatchers import Dispatchers, Shape
-from .huggingface_experts import (
-    ExpertsLayout,
-    check_layout,
-    find_experts,
-    layout_of,
-    per_expert_parameters,
-    similar_modules,
-)
+from .huggingface_experts import ExpertsLayout, NotOurs
+from .huggingface_families import Family, check_layout, find_sites, similar_modules, whole_shape
+from .huggingface_gather import Part, gather
 from .huggingface_gradients import ExpertGradients
 from .huggingface_replicas import broadcast_start, check_same_start
 from .huggingface_routes import keep_routes
 
-EXPERTS = ("ours", "foreign")
+EXPERTS = ("auto", "ours", "foreign")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class PatchedExperts:
         self.asked = self.accepted = torch.zeros(1, dispatcher.num_experts, dtype=torch.int64, device=dispatcher.device)
         whole = family.parameters(name, module)
         self.shares = {key: family.share(module, key) for key in whole}
-        self.shapes = {key: parameter.shape for key, parameter in whole.items()}
+        self.shapes = {key: whole_shape(parameter) for key, parameter in whole.items()}
         self.call = family.replacement(module, self.forward)
         ep, rank = (1, 0) if groups is None else (groups.layout.ep_mp, dist.get_rank(groups.ep_mp))
         family.cut(module, whole, ep, rank)
@@ -205,6 +203,12 @@ class PatchedModel:
     ) -> None:
         self.model, self.groups = model, groups
         self.dispatchers, self.layers, self.gradients = dispatchers, layers, gradients
+        # Every expert parameter of the whole model, by name; where experts are modules of their own, also other ranks'.
+        self.parts = {
+            _full(layer.name, key): Part(share, layer.shapes[key])
+            for layer in layers
+            for key, share in layer.shares.items()
+        }
         own_save = getattr(model, "save_pretrained", None)
         if own_save is not None:
             save = functools.wraps(own_save)(functools.partial(self._save_pretrained, own_save))
@@ -212,7 +216,7 @@ class PatchedModel:
 
     @property
     def expert_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's experts by their name in the model: parameters whose first dimension is E_l."""
+        """This rank's experts by their name in the model."""
         return self.gradients.experts
 
     def sync_gradients(self) -> None:
@@ -240,39 +244,27 @@ class PatchedModel:
         it as a plain checkpoint.
         """
         state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
-        if self.groups is None or self.groups.layout.ep_mp == 1:
-            mine = all_ranks or self.groups is None or dist.get_rank(self.groups.dp) == 0
-            return {name: self._on_cpu(name, tensor) for name, tensor in state.items()} if mine else {}
-        group, first = self.groups.ep_mp, dist.get_global_rank(self.groups.ep_mp, 0)
-        wanted = all_ranks or dist.get_rank(self.groups.dp) == 0
-        if not all_ranks and first != dist.get_global_rank(self.groups.dp, 0):
-            return {}
-        full = {}
-        for name, tensor in state.items():
-            if name in self.expert_parameters:
-                parts = [torch.empty_like(tensor) for _ in range(self.groups.layout.ep_mp)] if wanted else None
-                if all_ranks:
-                    dist.all_gather(parts, tensor.contiguous(), group=group)
-                else:
-                    dist.gather(tensor.contiguous(), parts, first, group=group)
-                if parts is not None:
-                    full[name] = torch.cat([part.cpu() for part in parts])
-            elif wanted:
-                full[name] = tensor.cpu()
-        return full
+        return gather(state, self.parts, self.groups, all_ranks)
 
     def _save_pretrained(
         self, own_save: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
     ) -> Any:
         """``save_pretrained`` of a patched model; refuses a state dict in which experts are missing."""
         if self.groups is not None and self.groups.layout.ep_mp > 1:
-            for name, parameter in self.expert_parameters.items():
-                if state_dict is None or name in state_dict and state_dict[name].shape == parameter.shape:
+            for name, part in self.parts.items():
+                if state_dict is None or self._lacks(state_dict, name, part):
+                    own = part.share.experts // self.groups.layout.ep_mp
                     raise ValueError(
-                        f"{name} would be saved with this rank's {parameter.shape[0]} experts alone; call"
-                        " full_state_dict() on all ranks and save_pretrained(folder, state_dict=...) with it on rank 0"
+                        f"{name} would be saved with this rank's {own} experts alone; call full_state_dict() on all"
+                        " ranks and save_pretrained(folder, state_dict=...) with it on rank 0"
                     )
         return own_save(*args, state_dict=state_dict, **kwargs)
+
+    def _lacks(self, state_dict: dict[str, Tensor], name: str, part: Part) -> bool:
+        """Whether ``state_dict`` holds a part of a parameter, or, of those of single experts, not all."""
+        if name in state_dict:
+            return state_dict[name].shape != part.shape
+        return part.share.expert is not None
 
     def metrics(self) -> Metrics:
         """Drops, load and traffic for a trainer's display; no communication."""
@@ -299,7 +291,7 @@ def patch_model(
     groups: ProcessGroups | None = None,
     *,
     pattern: str | None = None,
-    experts: str = "ours",
+    experts: str = "auto",
     top_k: int | None = None,
     broadcast: bool = False,
 ) -> PatchedModel:
@@ -314,10 +306,10 @@ def patch_model(
         groups: from ``ProcessGroups.create``; None for a single process.
         pattern: names of the experts modules to patch, as a shell pattern ("model.layers.1?.*"); None: all. Others stay
         replicated.
-        experts: "ours" reads the weights in place; "foreign" runs each module's own forward on the rows that arrive,
-        for a module whose
-            layout is not known here.
-        top_k: K; None takes it from the module's config.
+        experts: "ours" reads the weights in place; "foreign" runs each module's own code on the rows that arrive;
+        "auto" is "ours" except
+            where experts compute something of their own (another activation, dropout), which is said once in the log.
+        top_k: K; None takes it from the module's config or the block around it.
         broadcast: give all ranks the first rank's weights. Otherwise they must be equal already, which is checked.
 
     Raises ``ValueError``, before anything is changed, for a model without (matching) experts modules, an unknown
@@ -333,27 +325,32 @@ def patch_model(
     if isinstance(model, DistributedDataParallel):
         raise ValueError("the model is already wrapped by DDP: patch the model first, then wrap it")
     modules = _choose(model, pattern)
-    layouts = {name: _layout(name, module) if experts == "ours" else None for name, module in modules.items()}
-    shapes = {name: _shape(name, module, config, groups, top_k) for name, module in modules.items()}
-    sharded = _sharded(modules)
+    layouts = {name: _layout(name, module, family, experts) for name, (module, family) in modules.items()}
+    shapes = {name: _shape(model, name, *found, config, groups, top_k) for name, found in modules.items()}
+    _check_sharded(modules, groups)
     if groups is not None:
         broadcast_start(model, groups) if broadcast else check_same_start(model, groups)
 
     dispatchers = Dispatchers(config, None if groups is None else groups.ep_mp)
     for shape in shapes.values():
         dispatchers.of(shape)
-    for parameter in sharded.values():
-        _keep_own(parameter, groups)
+    layers = [
+        PatchedExperts(name, module, family, dispatchers, shapes[name], layouts[name], groups)
+        for name, (module, family) in modules.items()
+    ]
+    sharded = {_full(layer.name, key): p for layer in layers for key, p in layer.parameters.items()}
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ())) | set(sharded)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
     keep_routes(model)
     gradients = ExpertGradients(model, sharded, groups)
     gradients.checks.append(dispatchers.check)
-    layers = [
-        PatchedExperts(name, module, dispatchers, shapes[name], layouts[name], gradients)
-        for name, module in modules.items()
-    ]
+    for layer in layers:
+        layer.install(gradients)
     return PatchedModel(model, groups, dispatchers, layers, gradients)
+
+
+def _full(module: str, key: str) -> str:
+    return f"{module}.{key}" if module else key
 
 
 def _check_groups(config: EPConfig, groups: ProcessGroups | None) -> None:
@@ -371,62 +368,90 @@ def _check_groups(config: EPConfig, groups: ProcessGroups | None) -> None:
         raise ValueError(f"dispatcher='local' keeps all experts on every rank, so ep={groups.layout.ep_mp} must be 1")
 
 
-def _choose(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
-    """The experts modules to patch, by name."""
-    found = find_experts(model)
+def _choose(model: nn.Module, pattern: str | None) -> dict[str, tuple[nn.Module, Family]]:
+    """The modules to patch and their families, by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "patched_experts"):
+            raise ValueError(f"{name} is already patched")
+    found = find_sites(model)
     if not found:
         similar = list(similar_modules(model))
         hint = f"; these are not called like one: {'; '.join(similar)}" if similar else ""
         raise ValueError(
             f"{type(model).__name__} has no experts module, forward(hidden_states, top_k_index, top_k_weights){hint}"
         )
-    chosen = {name: module for name, module in found.items() if pattern is None or fnmatchcase(name, pattern)}
+    chosen = {name: site for name, site in found.items() if pattern is None or fnmatchcase(name, pattern)}
     if not chosen:
         raise ValueError(f"pattern={pattern!r} matches none of the experts modules: {', '.join(found)}")
-    for name, module in chosen.items():
-        if hasattr(module, "patched_experts"):
-            raise ValueError(f"{name} is already patched")
     return chosen
 
 
-def _layout(name: str, module: nn.Module) -> ExpertsLayout:
-    check_layout(name, module)
-    return layout_of(name, module)
+_said: set[str] = set()
 
 
-def _shape(name: str, module: nn.Module, config: EPConfig, groups: ProcessGroups | None, top_k: int | None) -> Shape:
-    weights = per_expert_parameters(name, module)
-    down = weights["down_proj"]
+def _layout(name: str, module: nn.Module, family: Family, experts: str) -> ExpertsLayout | None:
+    """How our grouped MLP reads the experts of ``module``; None: their own code runs."""
+    if experts == "foreign":
+        if not family.runs_rows:
+            raise ValueError(f"{type(module).__name__} cannot run on tokens with one route each: use experts='ours'")
+        return None
+    try:
+        check_layout(name, module, family)
+        return family.layout(name, module)
+    except NotOurs as error:
+        if experts == "ours" or not family.runs_rows:
+            raise
+        kind = type(module).__name__
+        if kind not in _said:
+            _said.add(kind)
+            logger.info("%s runs its own code on the rows that arrive: %s", kind, error.why)
+        return None
+
+
+def _shape(
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    family: Family,
+    config: EPConfig,
+    groups: ProcessGroups | None,
+    top_k: int | None,
+) -> Shape:
+    first = next(iter(family.parameters(name, module).values()))
     if top_k is None:
-        top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
-        if not isinstance(top_k, int):
+        parent = model.get_submodule(name.rpartition(".")[0]) if name else None
+        top_k = family.top_k(module, parent)
+        if top_k is None:
             raise ValueError(
-                f"{name} has no config.num_experts_per_tok (found {top_k!r}): pass top_k=, the routes per token"
+                f"{name} does not say how many routes a token has (no config.num_experts_per_tok): pass top_k="
             )
-    hidden_size = down.shape[2] if getattr(module, "is_transposed", False) else down.shape[1]
-    num_experts = getattr(down, "whole_experts", down.shape[0])
-    check_shape(
-        num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, ep=1 if groups is None else groups.layout.ep_mp
-    )
-    return Shape(num_experts, top_k, hidden_size, down.dtype, down.device)
+    weight_at = None if family.weight_at == config.weight_at else family.weight_at
+    if weight_at is not None and config.weight_at != "hidden":
+        raise ValueError(
+            f"weight_at={config.weight_at!r}: {type(module).__name__} applies router weights at its {weight_at};"
+            " leave weight_at at its default"
+        )
+    ep = 1 if groups is None else groups.layout.ep_mp
+    experts, width = family.experts(module), family.width(module)
+    check_shape(num_experts=experts, top_k=top_k, hidden_size=width, ep=ep)
+    return Shape(experts, top_k, width, first.dtype, first.device, weight_at)
 
 
-def _sharded(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """The experts' parameters by their name in the model."""
+def _check_sharded(modules: dict[str, tuple[nn.Module, Family]], groups: ProcessGroups | None) -> None:
+    """``ValueError`` for expert parameters that are shared, cannot be divided, or are not ready to be."""
+    ep = 1 if groups is None else groups.layout.ep_mp
     owners: dict[nn.Parameter, str] = {}
-    for name, module in modules.items():
-        for key, parameter in per_expert_parameters(name, module).items():
-            full = f"{name}.{key}" if name else key
+    for name, (module, family) in modules.items():
+        found = family.parameters(name, module)
+        if any(p.grad is not None for p in found.values()):
+            raise ValueError(f"{name} holds gradients: patch the model before its first backward, or set them to None")
+        if any(p.is_meta for p in found.values()):
+            raise ValueError(f"{name} has weights on the meta device; load or initialise the model before patching it")
+        for key, parameter in found.items():
+            full = _full(name, key)
             if parameter in owners:
                 raise ValueError(
                     f"{full} and {owners[parameter]} are one parameter; layers that share experts are not known"
                 )
             owners[parameter] = full
-    return {name: parameter for parameter, name in owners.items()}
-
-
-def _keep_own(parameter: nn.Parameter, groups: ProcessGroups | None) -> None:
-    """Cut an expert parameter [E, ...] down to this rank's experts [E_l, ...] and free the others."""
-    if groups is not None and groups.layout.ep_mp > 1 and not hasattr(parameter, "whole_experts"):
-        own = experts_of(parameter.shape[0], groups.layout.ep_mp, dist.get_rank(groups.ep_mp))
-        parameter.data = parameter.data[own.start : own.stop].clone()
+            family.share(module, key).check(full, ep)

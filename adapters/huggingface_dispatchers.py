@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ from ..dispatch import Dispatcher, build_dispatcher
 
 @dataclass(frozen=True)
 class Shape:
-    """What layers must share to share a dispatcher: E, K, D, the dtype of the rows and the device."""
+    """What layers must share to share a dispatcher: E, K, D, the dtype of the rows and the device; ``weight_at`` where
+    the model's own code applies router weights elsewhere than the settings say."""
 
     num_experts: int
     top_k: int
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    weight_at: str | None = None
 
 
 class Dispatchers:
@@ -36,7 +38,7 @@ class Dispatchers:
         if shape not in self._made:
             first = next(iter(self), None)
             self._made[shape] = build_dispatcher(
-                self.config,
+                self.config if shape.weight_at is None else replace(self.config, weight_at=shape.weight_at),
                 num_experts=shape.num_experts,
                 top_k=shape.top_k,
                 hidden_size=shape.hidden_size,

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_plugin.adapters.huggingface import PatchedModel, patch_model
-from ep_plugin.adapters.huggingface_experts import check_layout, find_experts
+from ep_plugin.adapters.huggingface_experts import find_experts
+from ep_plugin.adapters.huggingface_families import check_layout
 from ep_plugin.adapters.huggingface_replicas import fingerprint
 from ep_plugin.config import CapacityConfig, EPConfig
 from ep_plugin.topology import ProcessGroups, experts_of, layout
@@ -617,7 +618,7 @@ def test_unknown_parts_of_an_experts_module_are_refused():
     def patched(change):
         model = PlainModel(layers=1)
         change(model.blocks[0].experts)
-        return patch_model(model, LOCAL)
+        return patch_model(model, LOCAL, experts="ours")
 
     def add_parameter(experts):
         experts.scale = nn.Parameter(torch.ones(EXPERTS))
@@ -644,7 +645,7 @@ def test_unknown_parts_of_an_experts_module_are_refused():
         with pytest.raises(ValueError, match=message):
             patched(change)
     with pytest.raises(ValueError, match="it normalises the output of every expert. experts='foreign'"):
-        patch_model(build("plain", norm=True), LOCAL)
+        patch_model(build("plain", norm=True), LOCAL, experts="ours")
     with pytest.raises(ValueError, match="weight_at='input' scales what experts read"):
         patch_model(build("plain"), replace(LOCAL, weight_at="input"))
     with pytest.raises(ValueError, match="did you mean 'foreign'"):
