@@ -38,10 +38,18 @@ def ranks() -> Iterator[tuple[int, int, torch.device]]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=["torch", "nvshmem"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A module's ``HEAPS`` are the heaps its tests run on; "nvshmem device" is heap=nvshmem, transport=device."""
+    if "heap" in metafunc.fixturenames:
+        heaps = getattr(metafunc.module, "HEAPS", ("torch", "nvshmem"))
+        metafunc.parametrize("heap", heaps, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def heap(request: pytest.FixtureRequest, ranks: tuple[int, int, torch.device]) -> Iterator[Heap]:
-    if request.param == "nvshmem":
+    name, _, transport = request.param.partition(" ")
+    if name == "nvshmem":
         pytest.importorskip("nvshmem.core")
-    heap = open_heap(request.param, None, ranks[2], 30.0)
+    heap = open_heap(name, None, ranks[2], 30.0, transport or "peer")
     yield heap
     heap.close()

@@ -24,13 +24,14 @@ from ep_plugin.layer import ForeignExperts, moe_step
 from tests.gpu.step import E, K, Step
 
 D, F, T = 256, 128, 96
+HEAPS = ("torch", "nvshmem", "nvshmem device")
 Ranks = tuple[int, int, torch.device]
 
 
 def build(heap: Heap, device: torch.device, **settings: Any) -> DeviceRowwiseDispatcher:
     settings = {"capacity": CapacityConfig("dropless", 4.0), "max_tokens": T, "timeout_s": 20, **settings}
     dispatcher = build_dispatcher(
-        EPConfig(heap=heap.name, **settings),
+        EPConfig(heap=heap.name, transport=heap.transport, **settings),  # type: ignore[attr-defined]
         num_experts=E,
         top_k=K,
         hidden_size=D,
