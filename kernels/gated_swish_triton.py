@@ -110,6 +110,9 @@ def _gated_swish_backward(
     dup,
     dweights,
     hidden,
+    targets,
+    dup_placed,
+    hidden_placed,
     num_rows,
     bound,
     F: tl.constexpr,
@@ -126,6 +129,9 @@ def _gated_swish_backward(
         weight = 1.0  # exact as a factor
         if weights is not None:
             weight = tl.load(weights + row)
+        target = row
+        if targets is not None:
+            target = tl.load(targets + row).to(tl.int64)
         dots = tl.zeros((BLOCK,), tl.float32)
         for block in range(blocks):
             cols = block * BLOCK + tl.arange(0, BLOCK)
@@ -138,6 +144,9 @@ def _gated_swish_backward(
             if hidden is not None:
                 values = narrow(swish * linear * weight, hidden.dtype.element_ty)
                 tl.store(hidden + row * F + cols, values, mask=cols < F)
+            if hidden_placed is not None:
+                values = narrow(swish * linear * weight, hidden_placed.dtype.element_ty)
+                tl.store(hidden_placed + target * F + cols, values, mask=(cols < F) & (target >= 0))
             if dup is not None:
                 weighted = grad * weight
                 bent = swish
@@ -153,9 +162,17 @@ def _gated_swish_backward(
                     both = narrow(tl.reshape(tl.join(dgate, dlinear), [2 * BLOCK]), dup.dtype.element_ty)
                     wide = block * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
                     tl.store(out + wide, both, mask=wide < 2 * F)
+                    if dup_placed is not None:
+                        there = (wide < 2 * F) & (target >= 0)
+                        tl.store(dup_placed + target * (2 * F) + wide, both, mask=there)
                 else:
-                    tl.store(out + cols, narrow(dgate, dup.dtype.element_ty), mask=cols < F)
-                    tl.store(out + F + cols, narrow(dlinear, dup.dtype.element_ty), mask=cols < F)
+                    dgate, dlinear = narrow(dgate, dup.dtype.element_ty), narrow(dlinear, dup.dtype.element_ty)
+                    tl.store(out + cols, dgate, mask=cols < F)
+                    tl.store(out + F + cols, dlinear, mask=cols < F)
+                    if dup_placed is not None:
+                        there = (cols < F) & (target >= 0)
+                        tl.store(dup_placed + target * (2 * F) + cols, dgate, mask=there)
+                        tl.store(dup_placed + target * (2 * F) + F + cols, dlinear, mask=there)
         if dweights is not None:
             tl.store(dweights + row, tl.sum(dots, axis=0))
     if dweights is not None:
@@ -172,13 +189,17 @@ def gated_swish_backward(
     dup: Tensor | None = None,
     dweights: Tensor | None = None,
     hidden: Tensor | None = None,
+    placed: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
     num_rows: Tensor | None = None,
     launch: Launch = BACKWARD,
 ) -> None:
     """The gradients of ``gated_swish`` into what is given: ``dup`` [RB, 2F], which may be ``up`` itself, and
     ``dweights`` float32 [RB], zero past ``num_rows``, whose sums over F run in an order of their own. ``hidden``
-    [RB, F]: what ``gated_swish`` gave, again.
+    [RB, F]: what ``gated_swish`` gave, again. ``placed``: int64 [RB] targets, −1 or a row of what follows, and where
+    row r of ``dup`` and of the hidden rows goes besides: to row targets[r] of [any, 2F] and [any, F], or None.
     """
+    targets, dup_placed, hidden_placed = placed or (None, None, None)
+    require_contiguous(targets=targets, dup_placed=dup_placed, hidden_placed=hidden_placed)
     require_contiguous(up=up, weights=weights, dhidden=dhidden, dup=dup, dweights=dweights, hidden=hidden)
     _check(up, dhidden, weights)
     rows, width = dhidden.shape
@@ -193,6 +214,9 @@ def gated_swish_backward(
         dup,
         dweights,
         hidden,
+        targets,
+        dup_placed,
+        hidden_placed,
         num_rows,
         rows,
         F=width,

@@ -2,10 +2,11 @@
 
 from .activation import Activation, weighted_activation
 from .grouped_linear import grouped_linear
-from .mlp import GroupedMLP, WeightAt, grouped_mlp
+from .mlp import ExpertMLP, GroupedMLP, WeightAt, grouped_mlp
 
 __all__ = [
     "Activation",
+    "ExpertMLP",
     "GroupedMLP",
     "WeightAt",
     "grouped_linear",

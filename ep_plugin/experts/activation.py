@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels.gated_swish import GatedSwish
 from ..kernels.reduce import accumulation_dtype
-from ..kernels.scatter_rows import scatter_rows_torch
+from ..kernels.scatter_rows import scatter_rows
 from .groups import valid_rows, zero_padding
 
 
@@ -157,15 +157,6 @@ def _kernels() -> Any:
     return gated_swish_triton
 
 
-def _put(rows: Tensor, targets: Tensor, out: Tensor, offsets: Tensor) -> None:
-    if rows.is_cuda:
-        from ..kernels.scatter_rows_triton import scatter_rows
-
-        scatter_rows(rows, targets, out, offsets[-1:])
-    else:
-        scatter_rows_torch(rows, targets, out)
-
-
 def _fused(up: Tensor, activation: Activation) -> GatedSwish | None:
     """The kernels' form of ``activation`` if they take ``up`` [R, G]: on a GPU, in a dtype that accumulates in
     float32."""
@@ -206,6 +197,15 @@ class HiddenGradients:
     hidden: Tensor | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """Row r goes to row ``targets[r]`` (int64 [R], -1: nowhere) of ``up`` [any, G] and ``hidden`` [any, F], or None."""
+
+    targets: Tensor
+    up: Tensor | None
+    hidden: Tensor | None
+
+
 def hidden_gradients(
     up: Tensor,
     dhidden: Tensor,
@@ -215,13 +215,15 @@ def hidden_gradients(
     num_rows: int | None,
     *,
     hidden: bool = False,
+    placed: Placed | None = None,
     needs_up: bool = True,
     needs_weights: bool = True,
     consume: bool = False,
 ) -> HiddenGradients:
     """The backward of ``hidden_rows_of`` from `dhidden` [R, F].
 
-    `hidden`: give the hidden rows again, too. `consume`: nobody reads `up` again, whose memory may hold its gradient.
+    `hidden`: give the hidden rows again, too. `placed`: where rows go besides. `consume`: nobody reads `up` again,
+    whose memory may hold its gradient.
     """
     total, valid = up.shape[0], valid_rows(offsets, num_rows, up.shape[0])
     needs_weights = needs_weights and weights is not None
@@ -243,6 +245,7 @@ def hidden_gradients(
             dup=dup,
             dweights=dweights,
             hidden=again,
+            placed=None if placed is None else (placed.targets, placed.up, placed.hidden),
             num_rows=offsets[-1:],
         )
         for made in (dup, again):
@@ -258,15 +261,15 @@ def hidden_gradients(
         if needs_weights:
             dweights = zero_padding(_padded((grad * out.detach()).sum(-1), total), offsets)
         scale = None if weights is None else weights[:valid, None].to(grad.dtype)
-        if hidden:
+        if hidden or (placed is not None and placed.hidden is not None):
             again = _padded((out.detach() if scale is None else out.detach() * scale).to(up.dtype), total)
         if needs_up:
             (dup,) = torch.autograd.grad(out, up_acc, grad if scale is None else grad * scale)
             dup = _padded(dup.to(up.dtype), total)
     if placed is not None:
-        for rows, out in ((dup, placed[1]), (again, placed[2])):
-            if rows is not None and out is not None:
-                _put(rows, placed[0], out, offsets)
+        for made, place in ((dup, placed.up), (again, placed.hidden)):
+            if made is not None and place is not None:
+                scatter_rows(made, placed.targets, place, offsets[-1:])
     return HiddenGradients(dup, dweights, again)  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -19,6 +20,20 @@ from .activation import Activation, hidden_rows_of, weighted_activation
 from .grouped_linear import Backend, grouped_linear
 
 WeightAt = Literal["input", "hidden", "output", "source"]
+
+
+@dataclass(frozen=True)
+class ExpertMLP:
+    """The parameters of a grouped MLP and how they are applied, as `grouped_mlp` takes them: for whoever runs the
+    experts by himself, wave by wave."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: Activation
+    transposed: bool = False
+    backend: Backend = "auto"
 
 
 def _hidden_again(tensors: tuple[Tensor, ...], num_rows: int | None, *, activation: Activation) -> Tensor:
@@ -229,6 +244,12 @@ class GroupedMLP(nn.Module):
             transposed=self.transposed,
             recompute_hidden=self.recompute_hidden,
             backend=self.backend,
+        )
+
+    def mlp(self) -> ExpertMLP:
+        """The current parameters and how they are applied."""
+        return ExpertMLP(
+            self.up, self.down, self.up_bias, self.down_bias, self.activation, self.transposed, self.backend
         )
 
     def extra_repr(self) -> str:
