@@ -319,6 +319,7 @@ class ShmHeap(Heap):
             got = f"{record.dtype} {list(record.shape)} on {record.device}"
             raise ValueError(f"a record is int64 [n ≤ {RECORD_MAX}] on cpu, not {got}")
         state = self._channels[channel]
+        self._raise_if_aborted(phase)  # after which an exchange of before may still be open
         # A peer may still read the mailbox of two exchanges ago until we have received the one in between.
         if state.pending is not None:
             raise RuntimeError(f"channel {channel}: send before the exchange sent earlier was received")

@@ -1,0 +1,233 @@
+"""A rank that is killed, stopped or late in any phase of a step: every other rank ends with an error that names the
+rank, the layer and the phase, within one time-out for the whole model, and leaves nothing behind.
+
+Legend: T tokens of a rank, K routes per token, E experts, D hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ep_plugin.dispatch import Dispatcher
+from ep_plugin.heap import HeapAborted, HeapTimeout, region
+from ep_plugin.layer import moe_step
+from ep_plugin.watch import GroupWatch
+from tests.dist import Exit, run_fresh
+from tests.forked import run_forked
+from tests.moe import PATHS, Problem, make_inputs
+
+WORLD, BAD = 3, 2
+PROBLEM = Problem((4, 3, 5), num_experts=6, top_k=2, hidden=8, dtype=torch.float32)
+LAYERS = 3
+PHASES = ("plan", "dispatch", "combine", "combine backward", "dispatch backward")
+LONG = 60.0  # a time-out that a test which waits it out would notice
+PROMPT_S = 15.0
+
+
+def strike(dispatcher: Dispatcher, phase: str, how: signal.Signals) -> None:
+    """Send this process ``how`` in the middle of ``phase`` of layer 1: when it tells its peers something there."""
+    watch = getattr(dispatcher, "watch", None)
+    teller, names = (watch, ("exchange",)) if watch is not None else (dispatcher.heap, ("send", "post"))
+
+    def struck(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            at = kwargs["phase"] if "phase" in kwargs else args[-1]
+            if (at.name, at.layer) == (phase, "layers.1"):
+                os.kill(os.getpid(), how)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    for name in names:
+        setattr(teller, name, struck(getattr(teller, name)))
+
+
+def train(dispatcher: Dispatcher, rank: int, world: int) -> None:
+    """One step of ``LAYERS`` layers, forward and backward."""
+    mine = make_inputs(PROBLEM)[rank]
+    x = mine.x.clone().requires_grad_()
+    for layer in range(LAYERS):
+        x = x + moe_step(dispatcher, x, mine.idx, mine.weight, lambda d, _: d.rows * 2, layer=f"layers.{layer}")
+    x.sum().backward()
+
+
+def struck_rank(rank: int, world: int, path: str, phase: str, how: signal.Signals, timeout_s: float) -> None:
+    """Trains until rank BAD is struck; prints the error, how long it took, and how long the next step took to fail."""
+    dispatcher = PROBLEM.dispatcher(path, timeout_s=timeout_s)
+    train(dispatcher, rank, world)
+    if rank == BAD:
+        strike(dispatcher, phase, how)
+    start = time.monotonic()
+    try:
+        train(dispatcher, rank, world)
+    except (HeapAborted, HeapTimeout) as error:
+        seconds = time.monotonic() - start
+        again = time.monotonic()
+        try:
+            train(dispatcher, rank, world)
+        except (HeapAborted, HeapTimeout):
+            again = time.monotonic() - again
+        print(f"{seconds:.3f} {again:.3f} {type(error).__name__}: {error}", flush=True)
+        os._exit(3)
+
+
+def named_by_all(exits: list[Exit], phase: str, words: str, within: float) -> None:
+    """Every other rank's error names the bad rank, the layer and the phase, and came ``within`` seconds."""
+    shm = [name for name in os.listdir("/dev/shm") if "ep" in name]
+    assert not shm, shm
+    for rank in range(WORLD):
+        if rank == BAD:
+            continue
+        assert exits[rank].code == 3 and not exits[rank].hung, (rank, exits[rank])
+        seconds, again, text = exits[rank].stdout.split(" ", 2)
+        assert re.search(rf"{phase} of layers\.1.*rank {BAD} \(pid \d+, {words}\)", text), text
+        assert float(seconds) < within and float(again) < 1.0, (rank, seconds, again)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_rank_killed_in_any_phase_is_named_by_all_others(path, phase):
+    """Fault: ranks that wait out the time-out, hang, or stop with an error about a connection, for a rank that was
+    killed in the middle of a step."""
+    exits = run_forked(struck_rank, WORLD, path, phase, signal.SIGKILL, LONG)
+    assert exits[BAD].code == -signal.SIGKILL
+    named_by_all(exits, phase, "no longer running", PROMPT_S)
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine backward"])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_rank_that_stops_ends_the_model_within_one_timeout(path, phase):
+    """Fault: a wait without a bound, or one bound for every layer that is left."""
+    exits = run_forked(struck_rank, WORLD, path, phase, signal.SIGSTOP, 1.0)
+    assert not any(exit.hung for exit in exits)
+    named_by_all(exits, phase, "stopped by a signal", 1.0 + 4.0)
+
+
+def killed_in_build(rank: int, world: int, path: str, where: str) -> None:
+    if rank == BAD:
+        call = {"agreement": (GroupWatch, "gather"), "heap": (region, "create")}[where]
+        setattr(*call, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    try:
+        PROBLEM.dispatcher(path, timeout_s=LONG)
+    except (HeapAborted, HeapTimeout) as error:
+        print(f"{time.monotonic() - start:.3f} {error}", flush=True)
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("path", "where", "phase"),
+    [
+        ("block", "agreement", "build of dispatcher 'block'"),
+        ("dedup", "agreement", "build of dispatcher 'rowwise'"),
+        ("route", "heap", "alloc of buffer 'control'"),
+    ],
+)
+def test_a_rank_killed_while_a_dispatcher_is_built_is_named(path, where, phase):
+    """Fault: the others wait for the process group's time-out, minutes later, and do not say for whom."""
+    exits = run_forked(killed_in_build, WORLD, path, where)
+    for rank in (0, 1):
+        assert exits[rank].code == 3, exits[rank]
+        seconds, text = exits[rank].stdout.split(" ", 1)
+        assert re.search(rf"{phase}.*rank {BAD} \(pid \d+, no longer running\)", text), text
+        assert float(seconds) < PROMPT_S
+
+
+def never_comes(rank: int, world: int) -> None:
+    if rank == BAD:
+        time.sleep(4.0)
+        os._exit(0)
+    try:
+        PROBLEM.dispatcher("block", timeout_s=1.0)
+    except (HeapAborted, HeapTimeout) as error:
+        print(error, flush=True)
+        os._exit(3)
+
+
+def test_a_rank_that_never_builds_is_named():
+    """Fault: a dispatcher that only some ranks build waits for the others without a bound."""
+    exits = run_forked(never_comes, WORLD)
+    for rank in (0, 1):
+        assert exits[rank].code == 3
+        assert re.search(rf"build of .*waited 1\.\d s for rank {BAD} \(which has not come at all\)", exits[rank].stdout)
+
+
+def interrupted(rank: int, world: int, path: str) -> None:
+    """Ctrl-C on rank BAD while it waits for the others, who then come."""
+    dispatcher = PROBLEM.dispatcher(path, timeout_s=LONG)
+    train(dispatcher, rank, world)
+    if rank != BAD:
+        time.sleep(1.0)
+    else:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        train(dispatcher, rank, world)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(3)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_interrupted_rank_tells_the_others(path):
+    """Fault: Ctrl-C in a wait is swallowed, or leaves the peers to wait."""
+    exits = run_forked(interrupted, WORLD, path)
+    assert exits[BAD].stdout.startswith("KeyboardInterrupt"), exits[BAD]
+    for rank in (0, 1):
+        assert re.search(rf"rank {BAD} stopped the group in plan of layers\.0: KeyboardInterrupt", exits[rank].stdout)
+
+
+def leave_late(rank: int, world: int) -> None:
+    dispatcher = PROBLEM.dispatcher("block", timeout_s=1.0)
+    if rank == BAD:
+        print(os.getpid(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    train(dispatcher, rank, world)
+
+
+@pytest.mark.slow
+def test_a_process_that_timed_out_also_exits():
+    """Fault: the error is raised, but the interpreter's exit waits for the collective that never ends."""
+    exits = run_fresh(leave_late, WORLD, timeout=12.0)
+    for rank in (0, 1):
+        assert exits[rank].code in (1, -signal.SIGABRT) and not exits[rank].hung, exits[rank]
+        assert re.search(rf"in plan of layers\.0.* for rank {BAD} \(pid \d+, stopped by a signal\)", exits[rank].stderr)
+
+
+def orphans() -> set[str]:
+    """Python processes whose parent is init and that hold memory of ours."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if parent == "1" and "memfd:ep-" in (process / "maps").read_text():
+                found.add(process.name)
+        except OSError:
+            continue
+    return found
+
+
+def goes_well(rank: int, world: int, path: str) -> None:
+    dispatcher = PROBLEM.dispatcher(path)
+    train(dispatcher, rank, world)
+    stats = dispatcher.stats()
+    print(stats.get("slots_in_use", 0), flush=True)
+
+
+def test_after_all_of_these_the_next_run_starts_clean():
+    """Fault: memory, processes or leases that a failed run leaves to the next one."""
+    before = orphans()
+    run_forked(struck_rank, WORLD, "dedup", "combine", signal.SIGKILL, LONG)
+    assert orphans() <= before
+    for path in PATHS:
+        exits = run_forked(goes_well, WORLD, path)
+        assert [(exit.code, exit.stdout.strip()) for exit in exits] == [(0, "0")] * WORLD, exits
