@@ -200,8 +200,9 @@ class EPConfig:
     ``max_tokens``: the most tokens a rank passes to one layer call;
     ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
     payload buffers, one per forward in flight (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on
-    GPUs. ``timeout_s``: how long any wait of rowwise for a peer lasts before it fails and stops the group, and of
-    deepep before the GPU traps; ``block`` waits as long as its process group does. ``precision``: ``bf16`` keeps
+    GPUs. ``timeout_s``: how long any
+    wait for a peer lasts, in a step and while a dispatcher is built, before it fails and stops the group (of deepep
+    in a step: before the GPU traps). ``precision``: ``bf16`` keeps
     rows in their own dtype; ``mxfp8`` moves and multiplies them as ``mxfp8`` says, in one autograd node of dispatch,
     experts and combine. ``diagnostic_fill``
     clears (``zero``) or poisons (``nan``) every buffer before use; it costs a pass over the whole buffer and is for

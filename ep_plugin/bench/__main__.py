@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..config import check_shape
 from .inputs import backend
+from .peers import PEERS
 from .routes import KINDS
 
 
@@ -44,7 +45,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{option} {file}: its folder does not exist")
     try:
         for name in vars(args).get("backends", "block").split(","):
-            backend(name, heap=args.heap)
+            if args.command == "dispatch" and name in PEERS:
+                continue
+            if backend(name, heap=args.heap).dispatcher == "deepep" and args.device == "cpu":
+                raise ValueError(f"--backends {name} moves rows of GPUs: give --device cuda")
         world = int(os.environ.get("WORLD_SIZE", args.world))
         check_shape(num_experts=args.experts, top_k=args.top_k, hidden_size=args.hidden, ep=world)
         _check_machine(args)
@@ -59,7 +63,7 @@ def _check_machine(args: argparse.Namespace) -> None:
         raise ValueError(f"--tokens {args.tokens} must be at least 0 and --repeats {args.repeats} at least 1")
     if args.device == "cpu":
         if args.command == "tune":
-            raise ValueError("tune measures rowwise on GPUs: give --device cuda")
+            raise ValueError("tune measures on GPUs: give --device cuda")
         if args.heap in ("torch", "nvshmem"):
             raise ValueError(f"--heap {args.heap} needs --device cuda; CPU processes use shm")
         return
@@ -83,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("-F", "--width", type=int, default=128, help="expert width")
     whole.add_argument("--trace", default=None, help="write a trace of all ranks for Perfetto to this file")
     whole.set_defaults(tokens=512)
-    _shape(commands.add_parser("tune", help="chunk count and launch widths of rowwise on GPUs for a shape"))
+    sweep = commands.add_parser("tune", help="launch settings on GPUs for a shape: chunks and widths, or DeepEP's SMs")
+    sweep.add_argument("--backend", choices=("rowwise", "deepep"), default="rowwise")
+    _shape(sweep)
     return parser
 
 
@@ -91,7 +97,8 @@ def _backends(d: argparse.ArgumentParser) -> None:
     d.add_argument(
         "--backends",
         default="block,rowwise,rowwise:route",
-        help="comma-separated: local, block, rowwise, rowwise:route (one row per route)",
+        help="comma-separated: local, block, rowwise, rowwise:route (one row per route), deepep; dispatch also takes nccl"
+        " (bare all-to-alls of packed rows) and megatron (megatron-core's alltoall)",
     )
     d.add_argument("--plot", default=None, help="write a picture of the phases side by side (PNG) to this file")
 

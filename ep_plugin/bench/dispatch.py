@@ -17,6 +17,7 @@ from ..dispatch.block import BlockDispatcher
 from ..kernels.fan_out import fan_out_torch
 from ..kernels.reduce import accumulation_dtype
 from .inputs import Inputs, backend
+from .peers import PEERS, measure_peer, print_peer
 from .timing import Timing, measure
 
 
@@ -27,10 +28,16 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     x, idx, weight = inputs.x, inputs.idx, inputs.weight
     result = inputs.describe(args)
     remote = result["remote_bytes"]
+    result["peers"] = {}
     for name in args.backends.split(","):
+        if name in PEERS:
+            result["peers"][name] = peer = measure_peer(name, inputs, args)
+            if rank == 0:
+                print_peer(name, peer, remote["route"])
+            continue
         config = backend(name, heap=args.heap, max_tokens=args.tokens)
-        unique = config.dispatcher == "rowwise" and config.form == "dedup"
-        # The weighted sum where each backend makes it: dedup on the expert rank, the others at the token.
+        unique = config.dispatcher == "deepep" or (config.dispatcher == "rowwise" and config.form == "dedup")
+        # The weighted sum where each backend makes it: dedup and DeepEP on the expert rank, the others at the token.
         config.weight_at = "output" if unique else "source"
         config.capacity.factor = room(idx, world, args.experts)
         dispatcher = build_dispatcher(config, **inputs.shape, dtype=x.dtype, device=device)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..config import EPConfig, LaunchConfig
 from ..dispatch import build_dispatcher
 from ..dispatch.rowwise_device import DeviceRowwiseDispatcher
+from . import tune_deepep
 from .dispatch import room
 from .routes import make_routes
 from .timing import measure
@@ -27,8 +28,10 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Collective. Sweeps dispatch over (chunks, put, fan_out) and combine over (chunks, reduce, sum); gives the best
     of each.
 
-    One chunk count serves both ways: that of the best sum of the two.
+    One chunk count serves both ways: that of the best sum of the two. With ``--backend deepep`` sweeps its SMs.
     """
+    if args.backend == "deepep":
+        return tune_deepep.run(args, device)
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = getattr(torch, args.dtype or "bfloat16")
     idx, weight = make_routes(args.routes, args.tokens, args.experts, args.top_k, rank=rank, world=world, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,20 +31,53 @@ def build_dispatcher(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     heap: Heap | None = None,
+    expert_width: int | None = None,
 ) -> Dispatcher[Any]:
     """The dispatcher that ``config`` names, for one layer shape; collective over ``group`` (the EP_MP group; None:
     WORLD).
 
     ``num_experts`` E of the whole group, ``top_k`` K, ``hidden_size`` D, ``dtype`` of the rows. ``heap``: a heap to
-    share between dispatchers of several shapes; otherwise rowwise opens and closes one of its own. Raises
-    ``ValueError`` for settings or shapes that do not fit, before anything is made."""
+    share between dispatchers of several shapes; otherwise rowwise opens and closes one of its own. ``expert_width`` F:
+    what ``schedule.kind='auto'`` looks its shape up by, besides. Raises ``ValueError`` for settings or shapes that do
+    not fit, before anything is made."""
     config.validate()
+    shape: dict[str, Any] = dict(
+        num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, dtype=dtype, group=group, device=device
+    )
+    if config.schedule.kind == "none" and not config.schedule.width:
+        return _build(config, heap=heap, **shape)
+    from ..waves import build_waves  # which knows the dispatchers here
+
+    _require_group(config)
+    return build_waves(config, _build, expert_width=expert_width, heap=heap, **shape)
+
+
+def _require_group(config: EPConfig) -> None:
+    if not dist.is_initialized():
+        raise ValueError(
+            f"dispatcher={config.dispatcher!r} needs torch.distributed; start with torchrun, or use 'local'"
+        )
+
+
+def _build(
+    config: EPConfig,
+    *,
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    heap: Heap | None,
+    wrap: Callable[[type[Any]], type[Any]] = lambda cls: cls,
+) -> Dispatcher[Any]:
+    """The dispatcher for one batch at a time; ``wrap`` makes its class from the ordinary one."""
     device = torch.device(device)
     precision = None
     if config.precision == "mxfp8":
         from ..mxfp8.dispatchers import Precision  # which knows the dispatchers here
 
-        precision = Precision(config, hidden_size, dtype, device)
+        precision = Precision(config, hidden_size, dtype, device, wrap)
     kwargs: dict[str, Any] = dict(
         num_experts=num_experts,
         top_k=top_k,
@@ -55,20 +89,20 @@ def build_dispatcher(
     )
     if config.dispatcher == "local":
         return LocalDispatcher(config, **kwargs) if precision is None else precision.local(**kwargs)
-    if not dist.is_initialized():
-        raise ValueError(
-            f"dispatcher={config.dispatcher!r} needs torch.distributed; start with torchrun, or use 'local'"
-        )
+    _require_group(config)
     kwargs |= {"rank": dist.get_rank(group), "world": dist.get_world_size(group)}
     check_shape(num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, ep=kwargs["world"])
     shape = ("num_experts", "top_k", "hidden_size", "dtype")
     agree(config, group, **{name: kwargs[name] for name in shape}, precision=config.precision, mxfp8=config.mxfp8)
     if config.dispatcher == "block":
-        return BlockDispatcher(config, group=group, **kwargs) if precision is None else precision.block(group, **kwargs)
+        block = wrap(BlockDispatcher)
+        return block(config, group=group, **kwargs) if precision is None else precision.block(group, **kwargs)
     if config.dispatcher == "deepep":
         from .deepep import build_deepep
 
-        return build_deepep(config, group, precision, **kwargs)
+        engine = build_deepep(config, group, precision, **kwargs)
+        engine.__class__ = wrap(type(engine))
+        return engine
     kwargs["owns_heap"] = heap is None
     if heap is None:
         heap = open_heap(config.heap, group, device, config.timeout_s, config.transport)
@@ -84,5 +118,5 @@ def build_dispatcher(
         from .rowwise_device import DeviceRowwiseDispatcher
 
         assert isinstance(heap, DeviceHeap)
-        return DeviceRowwiseDispatcher(config, heap=heap, **kwargs)
-    return RowwiseDispatcher(config, heap=heap, **kwargs)
+        return wrap(DeviceRowwiseDispatcher)(config, heap=heap, **kwargs)
+    return wrap(RowwiseDispatcher)(config, heap=heap, **kwargs)
