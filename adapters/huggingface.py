@@ -24,6 +24,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,15 +36,18 @@ from ..config import EPConfig, check_shape, one_of
 from ..dispatch import RouteState
 from ..layer import Experts, ForeignExperts, moe_step
 from ..topology import ProcessGroups
+from .huggingface_checkpoint import Whole, save_pretrained
 from .huggingface_dispatchers import Dispatchers, Shape
 from .huggingface_experts import ExpertsLayout, NotOurs
 from .huggingface_families import Family, check_layout, find_sites, similar_modules, whole_shape
-from .huggingface_gather import Part, gather
+from .huggingface_gather import Part
 from .huggingface_gradients import ExpertGradients
 from .huggingface_replicas import broadcast_start, check_same_start
 from .huggingface_routes import keep_routes
+from .huggingface_state import TrainingState
 
 EXPERTS = ("auto", "ours", "foreign")
+WRAPPERS = ("", "base_model.model.", "_orig_mod.")  # what PEFT and torch.compile put before names, for DDP's list
 
 logger = logging.getLogger(__name__)
 
@@ -209,10 +213,12 @@ class PatchedModel:
             for layer in layers
             for key, share in layer.shares.items()
         }
-        own_save = getattr(model, "save_pretrained", None)
-        if own_save is not None:
-            save = functools.wraps(own_save)(functools.partial(self._save_pretrained, own_save))
+        self._own_save: Any = getattr(model, "save_pretrained", None)
+        if self._own_save is not None:
+            save = functools.wraps(self._own_save)(functools.partial(self._save_pretrained, self._own_save))
             model.save_pretrained = save  # type: ignore[assignment]
+        if hasattr(model, "generate"):
+            model.generate = _in_step(model.generate)  # type: ignore[assignment]
 
     @property
     def expert_parameters(self) -> dict[str, nn.Parameter]:
@@ -243,8 +249,29 @@ class PatchedModel:
         what is not gathered may share memory with the model. ``model.save_pretrained(folder, state_dict=...)`` writes
         it as a plain checkpoint.
         """
-        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
-        return gather(state, self.parts, self.groups, all_ranks)
+        return Whole(self.model, self.parts, self.groups).state(all_ranks=all_ranks)
+
+    def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5 << 30, **kwargs: Any) -> None:
+        """Write a plain transformers checkpoint, which loads without this package; collective, rank 0 writes.
+
+        No rank holds the whole model: one file is gathered at a time, of at least one layer and otherwise at most
+        ``max_shard_bytes``. ``kwargs`` are for the model's own ``save_pretrained``.
+        """
+        whole = Whole(self.model, self.parts, self.groups)
+        save_pretrained(whole, self._own_save, folder, max_shard_bytes=max_shard_bytes, **kwargs)
+
+    def save_training_state(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write parameters and ``optimizer``'s state with torch's distributed checkpoint; collective.
+
+        Any other EP degree and world size can read it, and so can another way of sharing out the state."""
+        self._training_state(optimizer).save(folder)
+
+    def load_training_state(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read what ``save_training_state`` wrote, in place; collective."""
+        self._training_state(optimizer).load(folder)
+
+    def _training_state(self, optimizer: torch.optim.Optimizer | None) -> TrainingState:
+        return TrainingState(self.model, optimizer, self.parts, None if self.groups is None else self.groups.ep_mp)
 
     def _save_pretrained(
         self, own_save: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
@@ -255,8 +282,8 @@ class PatchedModel:
                 if state_dict is None or self._lacks(state_dict, name, part):
                     own = part.share.experts // self.groups.layout.ep_mp
                     raise ValueError(
-                        f"{name} would be saved with this rank's {own} experts alone; call full_state_dict() on all"
-                        " ranks and save_pretrained(folder, state_dict=...) with it on rank 0"
+                        f"{name} would be saved with this rank's {own} experts alone; call"
+                        " PatchedModel.save_pretrained(folder) on all ranks"
                     )
         return own_save(*args, state_dict=state_dict, **kwargs)
 
@@ -283,6 +310,18 @@ class PatchedModel:
             layer.close()
         self.gradients.close()
         self.dispatchers.close()
+
+
+def _in_step(generate: Any) -> Any:
+    """transformers' ``generate``, whose ranks go on until all have finished: the others need a rank's experts."""
+
+    @functools.wraps(generate)
+    def in_step(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("synced_gpus") is None:
+            kwargs["synced_gpus"] = dist.is_initialized() and dist.get_world_size() > 1
+        return generate(*args, **kwargs)
+
+    return in_step
 
 
 def patch_model(
@@ -339,7 +378,8 @@ def patch_model(
         for name, (module, family) in modules.items()
     ]
     sharded = {_full(layer.name, key): p for layer in layers for key, p in layer.parameters.items()}
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ())) | set(sharded)
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored |= {f"{wrapper}{name}" for wrapper in WRAPPERS for name in sharded}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
     keep_routes(model)
     gradients = ExpertGradients(model, sharded, groups)

@@ -37,6 +37,7 @@ class ExpertGradients:
         self.model, self.experts, self.groups = model, experts, groups
         self.world = 1 if groups is None else groups.layout.dp
         self.replicas = 1 if groups is None else groups.layout.ep_dp
+        self.attach_all = False  # every optimizer counts as attached
         self.ddp = False  # reduces the dense gradients, as far as has been seen
         self.checks: list[Callable[[], None]] = []  # to raise, before a step, what its dispatchers could not
         self._pending = False  # a backward has run since the last sync
@@ -206,7 +207,7 @@ class ExpertGradients:
             check()
         if not self.lacking:
             return
-        if optimizer not in self._attached:
+        if not self.attach_all and optimizer not in self._attached:
             raise RuntimeError(
                 f"an optimizer step on gradients that lack {' and '.join(self.lacking)}: call sync_gradients() after"
                 " the last backward, or attach(optimizer) once"

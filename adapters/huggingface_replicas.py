@@ -46,8 +46,8 @@ def _scramble(x: Tensor) -> Tensor:
 
 
 def check_same_start(model: nn.Module, groups: ProcessGroups) -> None:
-    """Compare every parameter and buffer with the ranks that hold the same; ``ValueError`` on all ranks naming the first
-    that differs."""
+    """Compare every parameter and buffer with the ranks that hold the same; ``ValueError`` on all ranks naming the
+    first that differs."""
     names, tensors = zip(*_tensors(model), strict=True)
     mine = torch.stack([fingerprint(tensor) for tensor in tensors])
     loaded = _sharded(model)

@@ -1,0 +1,92 @@
+"""Optimizer state spread over the replicas of what it belongs to, by torch's ZeroRedundancyOptimizer.
+
+Each rank of an EP_DP group steps a share of the experts that the group holds alike and sends the result to the others;
+dense parameters are shared out over DP in the same way. The parameters are those of the optimizer on every rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from .huggingface import PatchedModel
+
+Groups = list[dict[str, Any]]
+
+
+class ReplicaShardedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, whose ``param_groups`` are theirs: a scheduler that sets a rate sets it in them."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step all; collective over the groups that share their state."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises ``RuntimeError``: no rank holds it."""
+        raise RuntimeError("no rank holds the whole state; PatchedModel.save_training_state writes every rank's share")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ``RuntimeError``, as ``state_dict``."""
+        raise RuntimeError("no rank holds the whole state; PatchedModel.load_training_state reads every rank's share")
+
+
+def shard_optimizer(
+    handle: PatchedModel,
+    optimizer_class: type[torch.optim.Optimizer],
+    params: Iterable[nn.Parameter] | Groups | None = None,
+    **defaults: Any,
+) -> ReplicaShardedOptimizer:
+    """``optimizer_class(params, **defaults)`` with its state shared out over the ranks that hold the same parameters.
+
+    Collective, after DDP or FSDP2. ``params``: parameters or groups, as for any optimizer; None is all that are
+    trainable. Parameters that FSDP2 shards keep their state where they are. Raises ``ValueError`` in a single process.
+    """
+    if handle.groups is None:
+        raise ValueError("in a single process there is nothing to share the optimizer's state with")
+    given = [p for p in handle.model.parameters() if p.requires_grad] if params is None else list(params)
+    groups: Groups = given if given and isinstance(given[0], dict) else [{"params": given}]  # type: ignore[assignment]
+    experts = {id(p) for p in handle.expert_parameters.values()}
+
+    def kind(parameter: nn.Parameter) -> str:
+        return "fsdp" if isinstance(parameter, DTensor) else "experts" if id(parameter) in experts else "dense"
+
+    made: list[torch.optim.Optimizer] = []
+    for wanted, over in (("dense", handle.groups.dp), ("experts", handle.groups.ep_dp), ("fsdp", None)):
+        parts = [{**group, "params": [p for p in group["params"] if kind(p) == wanted]} for group in groups]
+        parts = [part for part in parts if part["params"]]
+        if not parts:
+            continue
+        if over is None or dist.get_world_size(over) == 1:
+            made.append(optimizer_class(parts, **defaults))
+        else:
+            made.append(ZeroRedundancyOptimizer(parts, optimizer_class, process_group=over, **defaults))
+    return ReplicaShardedOptimizer(made)
+
+
+def parts_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The plain optimizers that step this rank's share, inside ``optimizer`` and the wrappers around it."""
+    if isinstance(optimizer, ReplicaShardedOptimizer):
+        return [part for inner in optimizer.optimizers for part in parts_of(inner)]
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return [optimizer.optim]
+    inner = getattr(optimizer, "optimizer", None)
+    return parts_of(inner) if isinstance(inner, torch.optim.Optimizer) else [optimizer]
