@@ -93,6 +93,11 @@ def _moe_step(
     layer: str,
     observe: Callable[[RouteState], None] | None,
 ) -> Tensor:
+    if dispatcher.config.schedule.kind != "none":
+        from .waves import WaveDispatcher, wave_moe_step
+
+        assert isinstance(dispatcher, WaveDispatcher)  # nothing else is built for a schedule
+        return wave_moe_step(dispatcher, x, topk_idx, topk_weight, experts, layer, observe)
     weight_at: WeightAt = dispatcher.config.weight_at  # type: ignore[assignment]  # validated
     state = dispatcher.plan(topk_idx, layer=layer, x=x)
     if observe is not None:

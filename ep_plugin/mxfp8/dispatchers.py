@@ -11,6 +11,7 @@ Legend: T local tokens, K routes per token, D hidden size, R rows received, W wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -123,8 +124,15 @@ class Precision:
     ``ValueError`` for a hidden size that is no multiple of 32, a dtype that is not carried, a GEMM that ``device``
     cannot run."""
 
-    def __init__(self, config: EPConfig, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.mxfp8 = config, config.mxfp8
+    def __init__(
+        self,
+        config: EPConfig,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        wrap: Callable[[type[Any]], type[Any]] = lambda cls: cls,
+    ) -> None:
+        self.config, self.mxfp8, self.wrap = config, config.mxfp8, wrap
         self.wires = Wires.of(config.mxfp8, hidden_size, dtype)
         if device.type == "cuda" and dtype != torch.bfloat16:
             raise ValueError(f"MXFP8 on GPUs carries bfloat16 rows, not {dtype}")
@@ -134,15 +142,15 @@ class Precision:
         return self._with(LocalMXFP8(self.config, **shape))
 
     def block(self, group: dist.ProcessGroup | None, **shape: Any) -> BlockMXFP8:
-        return self._with(BlockMXFP8(self.config, group=group, **shape))
+        return self._with(self.wrap(BlockMXFP8)(self.config, group=group, **shape))
 
     def rowwise(self, heap: Heap, **shape: Any) -> RowwiseMXFP8 | DeviceRowwiseMXFP8:
         own: dict[str, Any] = dict(heap=heap, mxfp8=self.mxfp8, wires=self.wires, gemm=self.gemm, **shape)
         if heap.host_visible:
-            return RowwiseMXFP8(self.config, **own)
+            return self.wrap(RowwiseMXFP8)(self.config, **own)
         from .rowwise_device import DeviceRowwiseMXFP8
 
-        return DeviceRowwiseMXFP8(self.config, **own)
+        return self.wrap(DeviceRowwiseMXFP8)(self.config, **own)
 
     def _with(self, dispatcher: MovementsT) -> MovementsT:
         dispatcher.set_mxfp8(self.mxfp8, self.wires, self.gemm)

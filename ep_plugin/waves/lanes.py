@@ -1,0 +1,117 @@
+"""What of a step runs beside what: three streams of one device, ordered by events. The host waits for nothing.
+
+Rows on their way to experts, experts, and rows on their way back each have a lane. Within a lane work runs in the order
+in which it was given; across lanes it waits for the marks that are named. The caller's stream is the experts' lane, so
+that products need no other memory than without waves.
+
+Tensors that one lane made and another reads are held until the lanes have met again: the caching allocator hands memory
+that was freed on a lane out to that lane, whose next work is behind the caller's stream, and so behind all readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+THERE, EXPERTS, BACK = "there", "experts", "back"
+Mark = torch.cuda.Event | None
+
+
+class Lanes:
+    """The streams of one dispatcher; ``overlapped`` False puts everything on the caller's stream, in the same order.
+
+    ``spare``: multiprocessors that expert GEMMs leave free. Their kernels are persistent, one program on each
+    multiprocessor they are given: a program that has to wait for communication to leave its place would finish a whole
+    GEMM time later. ``two_ways``: rows may travel in both directions at once."""
+
+    def __init__(self, device: torch.device, *, overlapped: bool, spare: int = 0, two_ways: bool = True) -> None:
+        self.device, self.spare = device, spare if overlapped and device.type == "cuda" else 0
+        self.streams: dict[str, torch.cuda.Stream] = {}
+        if overlapped and device.type == "cuda":
+            there = torch.cuda.Stream(device, priority=-1)
+            self.streams = {THERE: there, BACK: torch.cuda.Stream(device, priority=-1) if two_ways else there}
+
+    @contextmanager
+    def open(self) -> Iterator[Pipeline]:
+        """Lanes behind the caller's stream; afterwards the caller's stream is behind the lanes."""
+        pipeline = Pipeline(self)
+        if not self.streams:
+            yield pipeline
+            return
+        caller = torch.cuda.current_stream(self.device)
+        for stream in self.streams.values():
+            stream.wait_stream(caller)
+        try:
+            yield pipeline
+        finally:
+            for stream in self.streams.values():
+                caller.wait_stream(stream)
+            pipeline.held.clear()
+
+
+class Pipeline:
+    """The lanes during one step."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.held: list[Any] = []
+
+    def run(self, lane: str, work: Callable[[], T], after: Mark = None) -> tuple[T, Mark]:
+        """Enqueue ``work`` on ``lane`` behind ``after``; gives what it returns, held, and the mark behind it."""
+        streams = self.lanes.streams
+        if not streams:
+            result = work()
+            return result, None
+        stream = streams.get(lane) or torch.cuda.current_stream(self.lanes.device)
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            result = work()
+            mark = torch.cuda.Event()
+            mark.record(stream)
+        self.held.append(result)
+        return result, mark
+
+    def hold(self, *tensors: Any) -> None:
+        """Keep ``tensors`` until the lanes have met again."""
+        if self.lanes.streams:
+            self.held.extend(tensors)
+
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """GEMMs that are enqueued inside leave multiprocessors to communication."""
+        if not self.lanes.spare:
+            yield
+            return
+        before = torch._C._get_sm_carveout_experimental()
+        torch._C._set_sm_carveout_experimental(self.lanes.spare)
+        try:
+            yield
+        finally:
+            torch._C._set_sm_carveout_experimental(before)
+
+
+def drive(
+    pipeline: Pipeline,
+    waves: int,
+    there: Callable[[int], Any],
+    experts: Callable[[int], Any],
+    back: Callable[[int], Any],
+    after_experts: Callable[[int, Mark], None] | None = None,
+) -> None:
+    """Run every wave through its three stages, each stage's waves in ascending order.
+
+    The host gives a wave's experts before the next wave's rows, so that the GEMMs take their multiprocessors first.
+    ``after_experts``: more work behind a wave's experts, given before its rows travel back."""
+    arrived = [pipeline.run(THERE, lambda: there(0))[1]]
+    for wave in range(waves):
+        _, made = pipeline.run(EXPERTS, lambda wave=wave: experts(wave), arrived[wave])  # type: ignore[misc]
+        if wave + 1 < waves:
+            arrived.append(pipeline.run(THERE, lambda wave=wave: there(wave + 1))[1])  # type: ignore[misc]
+        pipeline.run(BACK, lambda wave=wave: back(wave), made)  # type: ignore[misc]
+        if after_experts is not None:
+            after_experts(wave, made)
