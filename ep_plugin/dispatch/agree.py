@@ -12,7 +12,7 @@ from ..config import EPConfig
 from ..heap import Phase
 from ..watch import GroupWatch
 
-ALIKE = ("dispatcher", "form", "heap", "transport", "weight_at", "max_tokens", "slots")
+MAY_DIFFER = ("timeout_s", "diagnostic_fill", "launch.put", "launch.fan_out", "launch.reduce", "launch.sum")
 
 
 def agree(config: EPConfig, group: dist.ProcessGroup | None, **shape: Any) -> None:
