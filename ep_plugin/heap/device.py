@@ -151,7 +151,7 @@ class DeviceHeap(Heap):
         self._phases: dict[int, Phase] = {}
         self._buffers: list[DeviceBuffer] = []
         self._closed = False
-        self._lengths = [0] * (CHANNELS + 1)
+        self._lengths: list[int | None] = [None] * (CHANNELS + 1)  # of records sent and not yet received
         self._hosts_watch = GroupWatch(group, self.timeout_s)
         hosts = self._hosts_watch.gather(socket.gethostname(), Phase("open", f"heap {self.name!r}"))
         self.one_host = len(set(hosts)) == 1
@@ -303,6 +303,9 @@ class DeviceHeap(Heap):
         self._check_open(channel)
         if record.dtype != torch.int64 or record.dim() != 1 or record.numel() > RECORD_MAX:
             raise ValueError(f"a record is int64 [n ≤ {RECORD_MAX}], not {record.dtype} {list(record.shape)}")
+        # A peer may still read the mailbox of two exchanges ago until we have received the one in between.
+        if self._lengths[channel] is not None:
+            raise RuntimeError(f"channel {channel}: send before the exchange sent earlier was received")
         ticket = torch.empty(1, dtype=torch.int64, device=self.device)
         self._signalling.send(
             record,
@@ -319,7 +322,11 @@ class DeviceHeap(Heap):
         """As ``Heap.receive``; where the wait fails all records are −1."""
         self._check_open(channel)
         assert isinstance(ticket, Tensor)
-        out = torch.empty((self.world, self._lengths[channel]), dtype=torch.int64, device=self.device)
+        length = self._lengths[channel]
+        if length is None:
+            raise RuntimeError(f"channel {channel}: receive without a send")
+        self._lengths[channel] = None
+        out = torch.empty((self.world, length), dtype=torch.int64, device=self.device)
         first = self._layout.mailbox(channel, 0, 0)
         mail = self._words[first : first + 2 * self.world * RECORD_MAX].view(2, self.world, RECORD_MAX)
         self._signalling.receive(ticket, self._counters[channel], mail, out, self._watch(channel, phase))
