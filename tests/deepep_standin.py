@@ -216,7 +216,8 @@ class ElasticBuffer:
         self, x: torch.Tensor, sf: torch.Tensor | None, weights: torch.Tensor | None, handle: EPHandle
     ) -> tuple[Any, Any, Any, EPHandle, None]:
         most = handle.num_max_tokens_per_rank
-        data = x.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).view(x.shape[0], -1)
+        data = x.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        data = data.view(x.shape[0], x.shape[1] * x.element_size())
         everyone = self._gather(data, sf, weights, handle.dst_buffer_slot_idx)
         lines = self._lines(handle)
         rows = torch.full((handle.num_expanded_tokens, x.shape[1]), float("nan"), dtype=torch.float32).to(x.dtype)

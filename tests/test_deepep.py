@@ -7,7 +7,7 @@ Legend: T tokens of a rank, K routes per token, E experts, E_l experts of a rank
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from ep_plugin.config import CapacityConfig, DeepEPConfig, EPConfig
 from ep_plugin.dispatch.deepep import DeepEPDispatcher
 from ep_plugin.dispatch.deepep_buffer import SMALLEST_BUCKET, bucket_of, check_library, worst_case_rows
 from ep_plugin.layer import ForeignExperts, moe_step
-from ep_plugin.oracle import accepted_routes
 from tests import deepep_standin
 from tests.moe import Problem, differences, make_experts, make_inputs, oracles, poisoned_memory, run_step
 
@@ -74,7 +73,8 @@ def test_outputs_and_gradients_equal_the_oracle(pool, tokens):
 
 
 def test_route_sets(pool):
-    """Fault: a rank, expert or token without rows; everything to one rank; bf16 weights, int32 ids, strides; buffers of the size that the user gave; exact buffers."""
+    """Fault: a rank, expert or token without rows; everything to one rank; bf16 weights, int32 ids, strides;
+    buffers of the size that the user gave; exact buffers."""
     base = Problem((6, 2, 0, 5), dtype=BF16)
     problems = [
         replace(base, tokens=(0, 0, 0, 0)),
@@ -197,18 +197,21 @@ def buckets(rank: int, world: int) -> list[int]:
         out.sum().backward()
         torch.testing.assert_close(out, x)
         torch.testing.assert_close(x.grad, torch.ones_like(x))
+    live = [sum(buffer.runtime is not None for buffer in deepep_standin.ElasticBuffer.made)]
+    dispatcher.close()
+    live += [sum(buffer.runtime is not None for buffer in deepep_standin.ElasticBuffer.made)]
+    other = build(problem, max_tokens=4)
     try:
-        dispatcher.plan(torch.zeros((dispatcher.bucket + 1, 2), dtype=torch.int64))
+        other.plan(torch.zeros((5, 2), dtype=torch.int64))
     except ValueError as error:
         seen.append("agree(num_tokens)" in str(error))
-    live = sum(buffer.runtime is not None for buffer in deepep_standin.ElasticBuffer.made)
-    dispatcher.close()
-    return [*seen, live, sum(buffer.runtime is not None for buffer in deepep_standin.ElasticBuffer.made)]
+    other.close()
+    return [*seen, *live]
 
 
 def test_buckets_grow_on_all_ranks_and_buffers_are_destroyed(pool):
-    """Fault: ranks with other numbers of tokens compile, or allocate, for other sizes; a buffer per bucket; buffers that
-    outlive their use."""
+    """Fault: ranks with other numbers of tokens compile, or allocate, for other sizes; a buffer per bucket; buffers
+    that outlive their use."""
     small = SMALLEST_BUCKET
     expected = [small, 1, 256, 2, small, 2, small, 2, True, 1, 0]
     assert pool.run(buckets, 2) == [expected, expected]
