@@ -6,6 +6,7 @@ Only v2 is used here. A build fits one version of torch, and one of NCCL below 2
 
 from __future__ import annotations
 
+import ctypes
 import filecmp
 import importlib.metadata
 import importlib.util
@@ -171,7 +172,7 @@ def _nccl_version() -> Check:
     if package is None:
         return Check(name, False, "no NCCL package is installed, whose headers DeepEP compiles with", fix)
     folder, version = package
-    loaded = _torch_nccl()
+    loaded = running_nccl()
     said = f"torch runs {'none' if loaded is None else '.'.join(map(str, loaded))}, headers of {version} in {folder}"
     if _numbers(version) < NCCL_LEAST:
         return Check(name, False, f"{said}; at least {'.'.join(map(str, NCCL_LEAST))} is needed", fix)
@@ -191,28 +192,34 @@ def _known_wheel() -> bool:
     return any(wheel.split("==")[0] in found for wheel in WHEELS.values())
 
 
-def _torch_nccl() -> tuple[int, ...] | None:
-    if torch.version.cuda is None or not dist.is_nccl_available():
+def loaded_nccl() -> list[Path]:
+    """The NCCL libraries of this process; torch has loaded one when it is built for CUDA."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.is_file() else []
+    return sorted({Path(line.split()[-1]) for line in lines if "libnccl.so" in line})
+
+
+def running_nccl() -> tuple[int, ...] | None:
+    """The version of the loaded NCCL itself: ``torch.cuda.nccl.version()`` says what torch was compiled with."""
+    loaded = loaded_nccl()
+    if not loaded:
         return None
-    version = torch.cuda.nccl.version()
-    return tuple(version[:3])
+    version = ctypes.c_int()
+    ctypes.CDLL(str(loaded[0])).ncclGetVersion(ctypes.byref(version))
+    return version.value // 10000, version.value // 100 % 100, version.value % 100
 
 
 def _nccl_twice() -> Check:
-    name = "one NCCL in the process"
-    maps = Path("/proc/self/maps")
-    if not maps.is_file():
-        return Check(name, None, "/proc/self/maps cannot be read here")
-    loaded = sorted({line.split()[-1] for line in maps.read_text().splitlines() if "libnccl.so" in line})
-    package = _nccl_folder()
+    name, loaded, package = "one NCCL in the process", loaded_nccl(), _nccl_folder()
     if len(loaded) > 1:
-        return Check(name, False, f"two are loaded: {', '.join(loaded)}", "leave out LD_PRELOAD and LD_LIBRARY_PATH")
+        said = ", ".join(map(str, loaded))
+        return Check(name, False, f"two are loaded: {said}", "leave out LD_PRELOAD and LD_LIBRARY_PATH")
     if not loaded:
         return Check(name, None, "none is loaded yet")
     files = [] if package is None else sorted((package[0] / "lib").glob("libnccl.so*"))
     if files and not filecmp.cmp(loaded[0], files[0], shallow=False):
         return Check(name, False, f"{loaded[0]} is loaded but DeepEP takes {files[0]}", "they must be the same file")
-    return Check(name, True, loaded[0])
+    return Check(name, True, str(loaded[0]))
 
 
 # The machine

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ep_plugin.config import EPConfig
 from ep_plugin.dispatch.deepep_buffer import no_network
-from ep_plugin.dispatch.deepep_checks import require_deepep
+from ep_plugin.dispatch.deepep_checks import require_deepep, running_nccl
 from tests import deepep_case
 from tests.deepep_recording import CASES, SHAPE, Recorded, Recording
 
@@ -49,7 +49,7 @@ def main(folder: str) -> None:
             recording.arrays |= other.arrays
         recording.meta |= {
             "deep_ep": found.library.__version__, "torch": torch.__version__, "device": torch.cuda.get_device_name(),
-            "nccl": list(torch.cuda.nccl.version()),
+            "nccl": running_nccl(),
         }  # fmt: skip
         path = Path(folder) / f"deepep_{found.library.__version__}.npz"
         recording.save(path)
