@@ -30,7 +30,8 @@ PP = EP = 2
 class Case:
     """One training step. ``layers``: MoE layers of every stage (2 stages for gpipe and 1f1b, 4 for interleaved).
     ``region``: how many layers of a stage, its last ones, one activation checkpoint covers. ``short_rank``: the
-    pipeline rank whose pool is made one slot too small."""
+    pipeline rank whose pool is made one slot too small. ``pp``: pipeline ranks; 1 has all stages on one rank, which a
+    machine of two ranks can run."""
 
     schedule: str
     layers: tuple[int, ...]
@@ -38,6 +39,7 @@ class Case:
     form: str = "dedup"
     region: int = 0
     short_rank: int | None = None
+    pp: int = PP
 
 
 class MoELayer(nn.Module):
@@ -96,12 +98,12 @@ def whole_gradients(case: Case) -> dict[str, Tensor]:
 
 
 def needed_slots(case: Case, pp_rank: int) -> int:
-    kept = [layers - case.region for layers in case.layers[pp_rank::PP]]
+    kept = [layers - case.region for layers in case.layers[pp_rank :: case.pp]]
     return slots_for(
         case.schedule,
         layers=kept,
         microbatches=case.microbatches,
-        stages=PP,
+        stages=case.pp,
         rank=pp_rank,
         checkpointed=case.region,
     )
@@ -115,9 +117,9 @@ def build_schedule(case: Case, stages: list[PipelineStage]) -> Any:
 
 
 def run_case(rank: int, world: int, case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """One step on PP 2 × EP 2 processes. ``error``: the largest difference of a gradient from the whole stack's;
+    """One step on PP ``case.pp`` × EP 2 processes. ``error``: the largest difference of a gradient from the whole stack's;
     ``needed`` and ``peak`` slots; ``in_use`` slots afterwards; or what was ``raised``."""
-    groups = ProcessGroups.create(layout(world, pp=PP, ep=EP))
+    groups = ProcessGroups.create(layout(world, pp=case.pp, ep=EP))
     pp_rank, ep_rank = dist.get_rank(groups.pp), dist.get_rank(groups.ep_mp)
     needed = needed_slots(case, pp_rank)
     config = EPConfig(
@@ -140,13 +142,13 @@ def run_case(rank: int, world: int, case: Case, device: torch.device | str = "cp
             torch.device(device),
             group=groups.pp,
         )
-        for index in range(pp_rank, len(case.layers), PP)
+        for index in range(pp_rank, len(case.layers), case.pp)
     ]
     schedule = build_schedule(case, stages)
     x, target = (part.to(device) for part in batch(case, ep_rank))
     inputs = (x,) if pp_rank == 0 else ()
     try:
-        schedule.step(*inputs, target=target) if pp_rank == PP - 1 else schedule.step(*inputs)
+        schedule.step(*inputs, target=target) if pp_rank == case.pp - 1 else schedule.step(*inputs)
         dispatcher.check()
     except Exception as error:
         # The other stages wait for this one on the pipeline's group, which torch leaves open.

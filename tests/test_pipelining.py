@@ -39,6 +39,31 @@ SLOTS = {  # of pipeline ranks 0 and 1, worked out by hand
     "gpipe": (3, 6),
 }
 
+ONE_RANK = {  # all stages on each of two EP ranks: what a machine with two GPUs can run
+    "interleaved, two stages on a rank": Case("interleaved", (1, 2), pp=1),
+    "interleaved, four stages on a rank, checkpointed": Case("interleaved", (2, 2, 2, 2), region=2, pp=1),
+    "interleaved, three stages, rows per route": Case("interleaved", (1, 0, 2), form="route", pp=1),
+    "1f1b, one stage": Case("1f1b", (3,), pp=1),
+    "gpipe, one stage": Case("gpipe", (2,), microbatches=3, pp=1),
+}
+ONE_RANK_SLOTS = {
+    "interleaved, two stages on a rank": 3,
+    "interleaved, four stages on a rank, checkpointed": 2,
+    "interleaved, three stages, rows per route": 3,
+    "1f1b, one stage": 3,
+    "gpipe, one stage": 6,
+}
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_stages_of_one_rank(pool, name):
+    """Catches what the test below catches, where a stage hands its output to the next one without a transfer."""
+    for result in pool.run(run_case, 2, ONE_RANK[name], timeout=60):
+        assert result.get("raised") is None
+        assert result["error"] < 1e-12
+        assert result["peak"] == result["needed"] == ONE_RANK_SLOTS[name]
+        assert result["in_use"] == 0
+
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_schedule_gives_the_gradients_of_the_whole_model_with_exactly_its_slots(pool, name):
