@@ -134,15 +134,18 @@ class PatchedExperts:
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
     def _row_dtype(self, hidden_states: Tensor) -> torch.dtype:
-        """The dtype of the rows that travel and of the experts' products: autocast's, as in the module's own code,
-        which leaves float64 alone; elsewhere that of the weights."""
+        """The dtype of the rows that travel and of the experts' products: the one chosen, autocast's, as in the
+        module's own code, which leaves float64 alone, or that of the weights."""
+        if self.dispatchers.row_dtype is not None:
+            return self.dispatchers.row_dtype
         weight = next(iter(self.parameters.values())).dtype
         device = hidden_states.device.type
         if torch.is_autocast_enabled(device) and weight != torch.float64:
             return torch.get_autocast_dtype(device)
         if hidden_states.dtype != weight:
             raise ValueError(
-                f"{self.name} has weights in {weight} and was called on {hidden_states.dtype} outside autocast"
+                f"{self.name} has weights in {weight} and was called on {hidden_states.dtype} outside autocast; set"
+                " PatchedModel.dispatchers.row_dtype if that is meant (FSDP2's mixed precision)"
             )
         return weight
 

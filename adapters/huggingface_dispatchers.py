@@ -27,10 +27,14 @@ class Shape:
 
 
 class Dispatchers:
-    """Built when a shape is first asked for, which is collective over ``group`` (the EP_MP group; None: no group)."""
+    """Built when a shape is first asked for, which is collective over ``group`` (the EP_MP group; None: no group).
+
+    ``row_dtype``: what rows and products are computed in, where weights are kept in another dtype without autocast, as
+    under FSDP2's mixed precision; None takes the weights'."""
 
     def __init__(self, config: EPConfig, group: dist.ProcessGroup | None) -> None:
         self.config, self.group = config, group
+        self.row_dtype: torch.dtype | None = None
         self._made: dict[Shape, Dispatcher[Any]] = {}
 
     def of(self, shape: Shape) -> Dispatcher[Any]:

@@ -41,12 +41,13 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises ``RuntimeError``: no rank holds it."""
-        raise RuntimeError("no rank holds the whole state; PatchedModel.save_training_state writes every rank's share")
+        """This rank's share, for this rank alone; ``PatchedModel.save_training_state`` writes all."""
+        return {"shares": [part.state_dict() for part in parts_of(self)]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ``RuntimeError``, as ``state_dict``."""
-        raise RuntimeError("no rank holds the whole state; PatchedModel.load_training_state reads every rank's share")
+        """Take back what ``state_dict`` gave on this rank."""
+        for part, share in zip(parts_of(self), state_dict["shares"], strict=True):
+            part.load_state_dict(share)
 
 
 def shard_optimizer(

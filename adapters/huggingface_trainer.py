@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +42,8 @@ def use_accelerator(handle: PatchedModel, accelerator: Any) -> None:
         )
     if kind == FSDP:
         _leave_experts(handle, accelerator.state.fsdp_plugin)
+        if accelerator.mixed_precision == "bf16":  # FSDP2 casts what it shards, and no autocast runs
+            handle.dispatchers.row_dtype = torch.bfloat16
     handle.gradients.attach_all = True
     own_clip, own_state = accelerator.clip_grad_norm_, accelerator.get_state_dict
 
@@ -133,8 +136,10 @@ class ExpertParallelMixin:
         made = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if made and self.shard_optimizer_state:
+            accepted = inspect.signature(type(optimizer)).parameters
+            defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
             self.optimizer = optimizer = shard_optimizer(
-                self.handle, type(optimizer), optimizer.param_groups, **optimizer.defaults
+                self.handle, type(optimizer), optimizer.param_groups, **defaults
             )
         return optimizer
 
