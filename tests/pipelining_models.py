@@ -117,8 +117,8 @@ def build_schedule(case: Case, stages: list[PipelineStage]) -> Any:
 
 
 def run_case(rank: int, world: int, case: Case, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """One step on PP ``case.pp`` × EP 2 processes. ``error``: the largest difference of a gradient from the whole stack's;
-    ``needed`` and ``peak`` slots; ``in_use`` slots afterwards; or what was ``raised``."""
+    """One step on PP ``case.pp`` × EP 2 processes. ``error``: the largest difference of a gradient from the whole
+    stack's; ``needed`` and ``peak`` slots; ``in_use`` slots afterwards; or what was ``raised``."""
     groups = ProcessGroups.create(layout(world, pp=case.pp, ep=EP))
     pp_rank, ep_rank = dist.get_rank(groups.pp), dist.get_rank(groups.ep_mp)
     needed = needed_slots(case, pp_rank)
