@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,6 +19,10 @@ from .routes import KINDS
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark; without torchrun it starts ``--world`` processes itself. Returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["fuzz"]:
+        from .fuzz import main as fuzz
+
+        return fuzz(argv[1:])
     args = parse(argv)
     if "RANK" not in os.environ:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.world)]
@@ -46,6 +51,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     try:
         for name in vars(args).get("backends", "block").split(","):
             if args.command == "dispatch" and name in PEERS:
+                if name == "megatron" and importlib.util.find_spec("megatron") is None:
+                    raise ValueError(
+                        "--backends megatron: megatron-core is not installed; pip install ep_plugin[bench]"
+                    )
                 continue
             if backend(name, heap=args.heap).dispatcher == "deepep" and args.device == "cpu":
                 raise ValueError(f"--backends {name} moves rows of GPUs: give --device cuda")
@@ -97,8 +106,8 @@ def _backends(d: argparse.ArgumentParser) -> None:
     d.add_argument(
         "--backends",
         default="block,rowwise,rowwise:route",
-        help="comma-separated: local, block, rowwise, rowwise:route (one row per route), deepep; dispatch also takes nccl"
-        " (bare all-to-alls of packed rows) and megatron (megatron-core's alltoall)",
+        help="comma-separated: local, block, rowwise, rowwise:route (one row per route), deepep; dispatch also takes"
+        " nccl (bare all-to-alls of packed rows) and megatron (megatron-core's alltoall)",
     )
     d.add_argument("--plot", default=None, help="write a picture of the phases side by side (PNG) to this file")
 
