@@ -12,13 +12,22 @@ from ..config import EPConfig, check_shape
 from ..heap import Heap, open_heap
 from ..slots import slots_for
 from .agree import agree
-from .base import Dispatched, Dispatcher, Rebuild, RouteState
+from .base import Dispatched, Dispatcher, Rebuild, RouteOverflow, RouteState
 from .block import BlockDispatcher
 from .deepep_checks import deepep_preflight
 from .local import LocalDispatcher
 from .rowwise import RowwiseDispatcher
 
-__all__ = ["Dispatched", "Dispatcher", "Rebuild", "RouteState", "build_dispatcher", "deepep_preflight", "slots_for"]
+__all__ = [
+    "Dispatched",
+    "Dispatcher",
+    "Rebuild",
+    "RouteOverflow",
+    "RouteState",
+    "build_dispatcher",
+    "deepep_preflight",
+    "slots_for",
+]
 
 
 def build_dispatcher(

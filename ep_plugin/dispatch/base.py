@@ -98,6 +98,15 @@ class RouteState:
         return cls(layer, RouteMap(*tensors))
 
 
+class RouteOverflow(RuntimeError):
+    """Dropless routes did not fit the buffers of a step, and were skipped on every rank: discard the step, call
+    ``Dispatcher.regrow(rows)`` on all ranks and run it again. ``rows``: what an expert rank would have needed."""
+
+    def __init__(self, message: str, rows: int) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 StateT = TypeVar("StateT", bound=RouteState)
 
 
@@ -112,6 +121,8 @@ class Dispatcher(ABC, Generic[StateT]):
     moves_both_gradients = True
     """Dispatch backward moves the gradients of rows and of weights whichever this rank needs, since another rank may
     need the other; False where the ranks tell each other what they move."""
+    can_overflow = False
+    """Whether ``check`` may raise ``RouteOverflow``; the same on all ranks."""
 
     def __init__(
         self,
@@ -249,6 +260,12 @@ class Dispatcher(ABC, Generic[StateT]):
         """Raise what could not be raised when it happened; to be called before an optimizer step.
 
         Where nothing waits for the device, a late peer or an overflow of dropless buffers is found only here.
+        """
+
+    def regrow(self, rows: int) -> None:
+        """Collective, after a ``RouteOverflow`` whose step was discarded: room for ``rows`` rows of an expert rank.
+
+        No tensor of a step may be alive. Nothing to do where buffers are made to measure.
         """
 
     def stats(self) -> dict[str, Any]:

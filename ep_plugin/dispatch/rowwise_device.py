@@ -8,8 +8,8 @@ Payload slots are leased as on CPU, and advertised one plan ahead, so that rows 
 built. Scratch lies at one place on all ranks; before a region is written again, the writers wait for its owner's
 signal that it has been read (``_Scratch.free``).
 
-In the dedup form rows cross in chunks on a stream of their own, each followed by a signal. The caller's stream moves
-own rows meanwhile, and works on a chunk as soon as it has arrived. All tickets are device memory that each signal
+In the dedup form rows cross in chunks, each followed by a signal. A stream beside the caller's moves own rows
+meanwhile, and works on a chunk as soon as it has arrived. All tickets are device memory that each signal
 overwrites, so that a CUDA graph can replay a step.
 
 Legend: T local tokens, K routes per token, E experts, M ranks, D hidden size, RB bound of rows received, T_max most
@@ -17,9 +17,11 @@ tokens of a source."""
 
 from __future__ import annotations
 
+import gc
 import zlib
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +42,7 @@ from ..kernels.reduce import accumulation_dtype
 from ..kernels.reduce_triton import sum_partials
 from ..kernels.scalars_triton import take_scalars
 from ..routing import RouteMap, drop_metrics, rows_bound
-from .base import Arrived, Dispatcher, Rebuild, RouteState, span
+from .base import Arrived, Dispatcher, Rebuild, RouteOverflow, RouteState, span
 from .device_buffers import Chunks, Launches, Scratch
 from .layout import Part, Region
 from .moves import Moves, PeerMoves, make_moves
@@ -49,10 +51,7 @@ CHANNEL = 0  # everything on the caller's stream
 THERE, BACK = 1, 2  # chunks of rows on their way to experts, and of partial sums on their way to tokens
 LARGE = 16 << 20  # bytes of a batch from which on it crosses in chunks, unless told otherwise
 PLAN = 0  # the operation that a plan's record names
-
-
-class RouteOverflow(RuntimeError):
-    """Dropless routes did not fit the buffers of a step; the step must be discarded and run again after ``regrow``."""
+PLANNED = 1024  # plans whose counts are kept at most, where nobody checks
 
 
 @dataclass
@@ -97,6 +96,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.max_tokens = self.max_rows = 0
         self.flags = torch.zeros(1, dtype=torch.int32, device=self.device)  # what route maps could not raise
         self.captured: list[Tensor] = []  # what belongs to a captured graph
+        self.can_overflow = self.config.capacity.policy == "dropless"
+        self.planned: deque[Tensor] = deque(maxlen=PLANNED)  # routes int64 [M, E] asked for since the last check
         self.side = torch.cuda.Stream(self.device)
         self.readers: list[torch.cuda.Stream] = []
         self.launches = Launches.of(self.config.launch)  # and chunks, with the buffers
@@ -235,6 +236,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
                 capacity, bound = self.config.capacity, self.max_rows
                 route_map.accept(records, m, rank=self.rank, capacity=capacity, top_k=self.top_k, bound=bound)
                 route_map.build(topk_idx, m, rank=self.rank, bound=bound)
+            self.planned.append(m.counts)
             found = RouteMap(m.dest_rank, m.dest_row, m.counts, m.accepted, m.tokens, m.offsets)
             return DeviceState(layer, found, handles=handles, payload=payload, early=early)
 
@@ -274,6 +276,16 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         with torch.cuda.stream(self.side), span("cross"):
             yield
 
+    def _fork(self) -> None:
+        """The side stream is behind what the caller's stream has done so far, but not behind what it does next."""
+        self.side.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _beside(self, cross: bool = True) -> AbstractContextManager[object]:
+        """The side stream, for local work on rows that arrive, with what crosses on the caller's: enqueued there
+        right behind the fork, it starts first and gets the multiprocessors it needs. Not so (the caller's stream) if
+        rows cross on the side stream already."""
+        return torch.cuda.stream(self.side) if cross else nullcontext()
+
     def _join(self) -> None:
         """The caller's stream goes on when what crossed has been read."""
         torch.cuda.current_stream(self.device).wait_stream(self.side)
@@ -291,22 +303,26 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             return self._send_routes(state, x.contiguous(), weights, payload, handles, arrived)
 
         phase, dest, region = Phase("dispatch", state.layer), state.map, self.payload_region
-        if early is None:
-            early = (x.contiguous(), dest.dest_rank)
-            self.there.begin()
-            with self._across():
-                self._put_unique(early[0], self._payload(handles, "stage"), dest.dest_rank)
-        elif early[0].data_ptr() != x.data_ptr() or early[0].shape != x.shape:
+        if early is not None and (early[0].data_ptr() != x.data_ptr() or early[0].shape != x.shape):
             raise ValueError(f"dispatch of layer {state.layer!r} was given another x than its plan")
-        x = early[0]
-        first = self.rank * self.max_tokens
+        first, me, others = self.rank * self.max_tokens, self.rank, self.world - 1
         with span("put"):
-            local_rows, by_token = self._payload(handles, "local_rows"), self._payload(handles, "weights")
-            self.moves.put_meta(dest.dest_rank, dest.dest_row, weights, local_rows, by_token, first)
-        told = self.heap.post(channel=CHANNEL, phase=phase)
+            places, by_token = self._payload(handles, "local_rows"), self._payload(handles, "weights")
+            self.moves.put_meta(dest.dest_rank, dest.dest_row, weights, places, by_token, first)
         rows = x.new_empty((self.max_rows, self.hidden_size))
         row_weights = weights.new_empty(self.max_rows)
         routes = torch.empty(self.max_rows, dtype=torch.int64, device=x.device)
+        x = x.contiguous() if early is None else early[0]
+        told = None  # the rows' own signals tell of the maps too, unless they left before them
+        here = region.view(payload, "local_rows")
+        local_rows = torch.empty_like(here)  # small; out of the slot, so as not to pin it
+        if early is None:
+            self.there.begin()
+            self._fork()
+            with span("cross"):
+                self._put_unique(x, self._payload(handles, "stage"), dest.dest_rank)
+        else:
+            told = self.heap.post(channel=CHANNEL, phase=phase)
         stage, there_weights = region.view(payload, "stage"), region.view(payload, "weights")
         spread = partial(
             fan_out,
@@ -318,17 +334,18 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             route_of_row=routes,
             launch=self.launches.fan_out,
         )
-        me, others = self.rank, self.world - 1
-        with span("fan-out"):
-            here = region.view(payload, "local_rows")
+        with self._beside(early is None), span("fan-out"):
             spread(local_rows=here, x_own=x, own_rank=me, first_source=me, sources=1)
             fill_tail(routes, dest.offsets[-1:], -1)
             fill_tail(row_weights, dest.offsets[-1:])
-            self.heap.wait(told, channel=CHANNEL, phase=phase)
-            state.local_rows = here.clone()  # small; out of the slot, so as not to pin it
+            if told is not None:
+                self.heap.wait(told, channel=CHANNEL, phase=phase)
             for begin, end in self.there.arrived(phase):
-                spread(local_rows=state.local_rows, first_source=me + 1, sources=others, begin=begin, end=end)
+                if begin == 0:
+                    local_rows.copy_(here)
+                spread(local_rows=local_rows, first_source=me + 1, sources=others, begin=begin, end=end)
         self._join()
+        state.local_rows = local_rows
         arrived.route_of_row = routes
         bound = self.max_rows
 
@@ -409,13 +426,14 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             nbytes = self.max_rows * self.hidden_size * self.dtype.itemsize
             return slot[:nbytes].view(self.dtype).view(self.max_rows, self.hidden_size)
         assert state.local_rows is not None and scale is None
-        self.there.begin()
-        with self._across():
-            self.grads.claim(phase)
-            self._put_unique(grad, self.grads.peers("stage"), dest.dest_rank)
         rows = grad.new_empty((self.max_rows, self.hidden_size))
+        self.there.begin()
+        self.grads.claim(phase)
+        self._fork()
+        with span("cross"):
+            self._put_unique(grad, self.grads.peers("stage"), dest.dest_rank)
         stage, me, launch = self.grads.local("stage"), self.rank, self.launches.fan_out
-        with span("fan-out"):
+        with self._beside(), span("fan-out"):
             fan_out(
                 stage, state.local_rows, dest.tokens, rows,
                 x_own=grad, own_rank=me, first_source=me, sources=1, launch=launch,
@@ -474,10 +492,13 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         dest, local_rows, me = state.map, state.local_rows, self.rank
         assert local_rows is not None
         weights = None if weights is None else weights.contiguous()
+        out = None if rows is None else rows.new_empty((state.num_tokens, self.hidden_size))
+        back = None if scalars is None else scalars.new_empty((state.num_tokens, self.top_k))
         if rows is not None:
             self.back.begin()
-        with self._across():
-            self.partial.claim(phase)
+        self.partial.claim(phase)
+        self._fork()
+        with span("cross"):
             if scalars is not None:
                 self.moves.put_scalars(scalars, local_rows, dest.tokens, self.partial.peers("scalars"), me)
             if rows is not None:
@@ -485,22 +506,16 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
                     rows, local_rows, dest.tokens, self.partial.peers("rows"), me, weights,
                     first_source=me + 1, sources=self.world - 1, signal=self.back.signal, launch=self.launches.reduce,
                 )  # fmt: skip
-        out = back = None
-        if rows is not None:
-            out = rows.new_empty((state.num_tokens, self.hidden_size))
-        with span("sum"):
-            if out is None:  # scalars alone cross with one signal
-                self._join()
+            else:  # scalars alone cross with one signal
                 self._sync(phase)
-            else:
-                for begin, end in self.back.arrived(phase):
-                    sum_partials(
-                        self.partial.local("rows"), dest.dest_rank, out,
-                        y=rows, dest_row=dest.dest_row, weights=weights, own_rank=me,
-                        begin=min(begin, out.shape[0]), end=min(end, out.shape[0]), launch=self.launches.sum,
-                    )  # fmt: skip
-            if scalars is not None:
-                back = scalars.new_empty((state.num_tokens, self.top_k))
+        with self._beside(rows is not None), span("sum"):
+            for begin, end in self.back.arrived(phase) if out is not None else ():
+                sum_partials(
+                    self.partial.local("rows"), dest.dest_rank, out,
+                    y=rows, dest_row=dest.dest_row, weights=weights, own_rank=me,
+                    begin=min(begin, out.shape[0]), end=min(end, out.shape[0]), launch=self.launches.sum,
+                )  # fmt: skip
+            if back is not None:
                 take_scalars(self.partial.local("scalars"), dest.dest_rank, back)
         self._join()
         self.partial.done(phase)
@@ -529,18 +544,40 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
                 " the same layers in the same order"
             )
         if flags & route_map.OVERFLOW:
+            rows = self._most_rows()
             raise RouteOverflow(
-                f"more rows arrive at one expert rank than its buffers hold ({self.max_rows}, capacity.factor="
+                f"{rows} rows arrive at one expert rank, more than its buffers hold ({self.max_rows}, capacity.factor="
                 f"{self.config.capacity.factor}): the routes past them were skipped on every rank. Discard this step,"
-                " call regrow(rows) on every rank and run it again, or raise capacity.factor"
+                f" call regrow({rows}) on every rank and run it again, or raise capacity.factor",
+                rows,
             )
+        self.planned.clear()
+
+    def _most_rows(self) -> int:
+        """The most rows that the plans since the last check sent to an expert rank; at least one more than fits."""
+        by_rank = [counts.view(self.world, self.world, -1).sum((0, 2)) for counts in self.planned]
+        return max([self.max_rows + 1, *(int(rows.max()) for rows in by_rank)])
 
     def regrow(self, rows: int) -> None:
-        """Collective: make the buffers again for at least ``rows`` rows of an expert rank. No step may be in flight."""
+        """Collective: make the buffers again for at least ``rows`` rows of an expert rank. ``RuntimeError`` where a
+        tensor of a step still lives in them."""
         torch.cuda.synchronize(self.device)
+        if in_use := self._in_use():
+            gc.collect()
+            in_use = self._in_use()
+        if in_use:
+            raise RuntimeError(
+                f"regrow: {in_use} payload slots of EP rank {self.rank} are still held by tensors of a discarded step:"
+                " drop its outputs and losses first (and any CUDA graph of it)"
+            )
         self.flags.zero_()
+        self.planned.clear()
         self._free()
         self._make(self.max_tokens, rows)
+
+    def _in_use(self) -> int:
+        """Payload slots that tensors of steps hold; one more is always leased ahead."""
+        return self.payload.stats().in_use - 1
 
     def metrics(self, state: DeviceState) -> dict[str, Tensor]:
         return drop_metrics(state.map, bound=self.max_rows)
@@ -550,8 +587,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         if not self.max_tokens:
             return {}
         payload = self.payload.stats()
-        # One slot is always leased ahead.
-        return {"slots": self.slots, "slots_in_use": payload.in_use - 1, "slots_peak": payload.peak - 1}
+        return {"slots": self.slots, "slots_in_use": self._in_use(), "slots_peak": payload.peak - 1}
 
     def close(self) -> None:
         self.captured.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from ..metrics import MetricsLog, StepMetrics
 from ..topology import Layout
 from . import checkpoint
 from .model import build_model
+from .overflow import RERUNS
 from .parallel import Replicated, parallelize
 from .routes import RouteRecorder, expert_load
 from .settings import RunConfig, TrainerConfig
@@ -142,10 +144,7 @@ def _step(
     lr = learning_rate(settings, step)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.zero_grad()
-    output = parallel.forward_model(input_ids=tokens, labels=tokens)
-    routes = recorder.take()
-    output.loss.backward()
+    output, routes = _gradients(parallel, optimizer, recorder, tokens, step)
     norm = parallel.clip_grad_norm(settings.clip_norm if settings.clip_norm is not None else float("inf"))
     optimizer.step()
 
@@ -173,6 +172,28 @@ def _step(
         )
     )
     return routes
+
+
+def _gradients(
+    parallel: Replicated, optimizer: torch.optim.Optimizer, recorder: RouteRecorder, tokens: Tensor, step: int
+) -> tuple[Any, Tensor]:
+    """Forward and backward on ``tokens``: the model's output and the routes. A step whose routes overflowed the expert
+    ranks' buffers is discarded on all ranks, and run again with larger ones."""
+    for _ in range(1 + RERUNS):
+        optimizer.zero_grad()
+        output = parallel.forward_model(input_ids=tokens, labels=tokens)
+        routes = recorder.take()
+        output.loss.backward()
+        overflow = parallel.overflows.found()
+        if not overflow:
+            return output, routes
+        output = None  # and with it what still leases a buffer
+        optimizer.zero_grad()
+        parallel.overflows.regrow(overflow)
+    raise RuntimeError(
+        f"step {step + 1} overflowed its expert ranks' buffers {1 + RERUNS} times, although they grew each time to what"
+        " was needed: raise ep.capacity.factor"
+    )
 
 
 def report(curve: Curve, settings: TrainerConfig, place: Place) -> None:

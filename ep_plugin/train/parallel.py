@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..adapters.huggingface import patch_model
 from ..topology import Layout, ProcessGroups
 from .model import experts_modules
+from .overflow import Overflows
 from .settings import RunConfig
 
 
@@ -20,6 +21,7 @@ class Replicated:
         self.experts = experts_modules(model)
         ids = [device.index] if device.type == "cuda" else None
         self.forward_model = DistributedDataParallel(model, device_ids=ids) if world > 1 else model
+        self.overflows = Overflows([])
 
     @property
     def parameters_per_rank(self) -> int:
@@ -61,6 +63,7 @@ class ExpertParallel(Replicated):
         self.groups = ProcessGroups.create(layout)
         self.handle = patch_model(model, config.ep, self.groups)
         super().__init__(model, layout.world_size, device)
+        self.overflows = Overflows(self.handle.dispatchers)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         self.handle.attach(optimizer)
