@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from ..config import check_shape
+from . import waves_arguments as waves
 from .inputs import backend
 from .peers import PEERS
 from .routes import KINDS
@@ -51,6 +52,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     try:
         for name in vars(args).get("backends", "block").split(","):
             if args.command == "dispatch" and name in PEERS:
+                if name == "megatron" and args.device == "cpu":
+                    raise ValueError("--backends megatron: its dispatcher needs CUDA streams; give --device cuda")
                 if name == "megatron" and importlib.util.find_spec("megatron") is None:
                     raise ValueError(
                         "--backends megatron: megatron-core is not installed; pip install ep_plugin[bench]"
@@ -61,6 +64,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         world = int(os.environ.get("WORLD_SIZE", args.world))
         check_shape(num_experts=args.experts, top_k=args.top_k, hidden_size=args.hidden, ep=world)
         _check_machine(args)
+        if args.command == "waves":
+            waves.check(args)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -87,6 +92,7 @@ def _check_machine(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ep-bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("fuzz", help="random sets against the oracle until one differs (ep-bench fuzz -h)")
     d = commands.add_parser("dispatch", help="route map, dispatch and combine of every backend on the same routes")
     _backends(d)
     _shape(d)
@@ -96,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("-F", "--width", type=int, default=128, help="expert width")
     whole.add_argument("--trace", default=None, help="write a trace of all ranks for Perfetto to this file")
     whole.set_defaults(tokens=512)
+    schedules = commands.add_parser("waves", help="wave schedules against none: a sweep, its verdict and its reasons")
+    waves.add_arguments(schedules)
+    _shape(schedules)
     sweep = commands.add_parser("tune", help="launch settings on GPUs for a shape: chunks and widths, or DeepEP's SMs")
     sweep.add_argument("--backend", choices=("rowwise", "deepep"), default="rowwise")
     _shape(sweep)
