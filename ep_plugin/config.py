@@ -275,6 +275,11 @@ class EPConfig:
             raise ValueError(
                 f"precision={self.precision!r} moves its records through peer pointers: use transport='peer'"
             )
+        if self.schedule.kind != "none":
+            raise ValueError(
+                f"schedule.kind={self.schedule.kind!r} moves waves at the same time, which would share the staging of"
+                " transport='device': use schedule.kind='none' or transport='peer'"
+            )
 
     def _validate_mxfp8(self) -> None:
         self.mxfp8.validate(self.dispatcher)

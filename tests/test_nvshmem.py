@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_plugin.config import EPConfig
+from ep_plugin.config import EPConfig, ScheduleConfig
 from ep_plugin.heap import open_heap
 from tests import dist
 from tests.test_kernels import shape_of
@@ -205,6 +205,20 @@ def test_the_device_transport_names_the_heap_it_needs(heap: str) -> None:
         EPConfig(heap=heap, transport="device").validate()
     with pytest.raises(ValueError, match="transport='devise' is not one of peer, device; did you mean 'device'"):
         EPConfig(transport="devise").validate()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dispatcher": "block"}, "dispatcher='rowwise', not of 'block'"),
+        ({"precision": "mxfp8"}, "precision='mxfp8' moves its records through peer pointers"),
+        ({"schedule": ScheduleConfig(kind="wave_overlapped")}, "schedule.kind='wave_overlapped' moves waves"),
+    ],
+)
+def test_what_the_device_transport_does_not_carry_is_refused(settings: dict[str, Any], message: str) -> None:
+    """Catches rows that would move through pointers that are not there, and staging that two waves write at once."""
+    with pytest.raises(ValueError, match=message):
+        EPConfig(transport="device", **settings).validate()
 
 
 def test_auto_without_gpus_is_refused_too() -> None:

@@ -1,5 +1,5 @@
 """A rank killed in the middle of a step: ``python tests/gpu/killed_peer.py`` starts two ranks, kills the last, and
-checks the other's error.
+checks the other's error. ``python tests/gpu/killed_peer.py device`` does so for transport=device.
 
 Not a pytest test under torchrun, whose agent would end the surviving rank too.
 """
@@ -17,7 +17,7 @@ import time
 WORLD = 2
 
 
-def rank_main(rank: int, store: str) -> None:
+def rank_main(rank: int, store: str, transport: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -32,7 +32,10 @@ def rank_main(rank: int, store: str) -> None:
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
     dispatcher = build_dispatcher(
-        EPConfig(heap="torch", max_tokens=64, timeout_s=3.0), num_experts=8, top_k=2, hidden_size=256,
+        EPConfig(
+            heap="torch" if transport == "peer" else "nvshmem", transport=transport, max_tokens=64, timeout_s=3.0
+        ),
+        num_experts=8, top_k=2, hidden_size=256,
         dtype=torch.bfloat16, device=device,
     )  # fmt: skip
     x, w = torch.randn(64, 256, device=device).bfloat16(), torch.rand(64, 2, device=device)
@@ -53,11 +56,12 @@ def rank_main(rank: int, store: str) -> None:
 
 
 def main() -> int:
-    if len(sys.argv) > 1:
-        rank_main(int(sys.argv[1]), sys.argv[2])
+    if len(sys.argv) > 2:
+        rank_main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    transport = sys.argv[1] if len(sys.argv) > 1 else "peer"
     store = os.path.join(tempfile.mkdtemp(), "store")
     start = time.monotonic()
-    processes = [subprocess.Popen([sys.executable, __file__, str(rank), store]) for rank in range(WORLD)]
+    processes = [subprocess.Popen([sys.executable, __file__, str(rank), store, transport]) for rank in range(WORLD)]
     codes = [process.wait(timeout=120) for process in processes]
     print(f"exit codes {codes} after {time.monotonic() - start:.1f} s")
     return 0 if codes == [0, -signal.SIGKILL] else 1
