@@ -33,7 +33,8 @@ def rank_main(rank: int, store: str, transport: str) -> None:
     )  # fmt: skip
     dispatcher = build_dispatcher(
         EPConfig(
-            heap="torch" if transport == "peer" else "nvshmem", transport=transport, max_tokens=64, timeout_s=3.0
+            heap="torch" if transport == "peer" else "nvshmem", transport=transport, max_tokens=64,
+            timeout_s=3.0 if transport == "peer" else 20.0,  # kernels linked with NVSHMEM take seconds to compile
         ),
         num_experts=8, top_k=2, hidden_size=256,
         dtype=torch.bfloat16, device=device,
