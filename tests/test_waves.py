@@ -6,14 +6,11 @@ Legend: T tokens of a rank, K routes per token, E experts, D hidden size, W wave
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
-import torch
-from torch.utils.checkpoint import checkpoint
 
 from ep_plugin.config import POLICIES, ScheduleConfig
-from ep_plugin.layer import ForeignExperts, moe_step
 from tests.moe import (
     PATHS,
     Problem,

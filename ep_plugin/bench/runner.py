@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import dispatch, layer, tune
+from . import dispatch, layer, tune, waves
 from .plots import plot_phases
 
-COMMANDS = {"dispatch": dispatch.run, "layer": layer.run, "tune": tune.run}
+COMMANDS = {"dispatch": dispatch.run, "layer": layer.run, "tune": tune.run, "waves": waves.run}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         dist.init_process_group("gloo")
     result = COMMANDS[args.command](args, device)
     rank = dist.get_rank()
-    if args.command != "tune" and args.plot is not None and rank == 0:
+    if args.command in ("dispatch", "layer") and args.plot is not None and rank == 0:
         plot_phases(result, Path(args.plot))
     dist.barrier()
     dist.destroy_process_group()

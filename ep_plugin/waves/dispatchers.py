@@ -97,7 +97,7 @@ class _HostWaves(_OneRegionPerWave):
             return slot, tensor
         self._taken = (None, None)
         self._taken = super()._take(pool)  # type: ignore[misc]
-        return self._taken  # type: ignore[no-any-return]
+        return self._taken
 
     def _make_room(self: Any, *found: Any) -> None:
         self._taken = (None, None)
@@ -142,11 +142,11 @@ class _DeviceWaves(_OneRegionPerWave):
 
     def _lease(self: Any, pool: Any, layer: str) -> tuple[int, Tensor]:
         if pool is not self.payload:
-            return super()._lease(pool, layer)  # type: ignore[misc,no-any-return]
+            return super()._lease(pool, layer)  # type: ignore[misc]
         if self._leased is None or self.wave == self.waves - 1:
             self._leased = None
             self._leased = super()._lease(pool, layer)  # type: ignore[misc]
-        return self._leased  # type: ignore[no-any-return]
+        return self._leased
 
     def _free(self: Any) -> None:
         self._leased = None

@@ -330,7 +330,7 @@ class _Backward:
             return self.whole.dup, self.whole.ddown
         if not self.by_wave:
             return None, None
-        dup, ddown = (None if parts[0] is None else torch.cat(parts) for parts in zip(*self.by_wave, strict=True))  # type: ignore[arg-type]
+        dup, ddown = (None if parts[0] is None else torch.cat(parts) for parts in zip(*self.by_wave, strict=True))
         return dup, ddown
 
     def _bias(self, name: str) -> Tensor:

@@ -187,7 +187,10 @@ def wave_moe_step(
         waves,
         dispatcher.schedule.by,
         WaveMLP(
-            *(None if p is None else p.detach() for p in (mlp.up, mlp.down, mlp.up_bias, mlp.down_bias)),  # type: ignore[arg-type]
+            mlp.up.detach(),
+            mlp.down.detach(),
+            None if mlp.up_bias is None else mlp.up_bias.detach(),
+            None if mlp.down_bias is None else mlp.down_bias.detach(),
             mlp.activation,
             mlp.transposed,
             dispatcher.config.weight_at,

@@ -56,12 +56,13 @@ class Choice:
     """The best points of a shape: without waves, with waves (None: not measured), and which of them won.
 
     ``won``: the schedule to use. ``gain``: how much less time it takes than the best point without waves, as a share of
-    that; 0 where that won."""
+    that; 0 where that won. ``time``: what they were compared by."""
 
     none: dict[str, Any] | None
     wave: dict[str, Any] | None
     won: ScheduleConfig
     gain: float
+    time: str
 
 
 def read_table(path: str | Path) -> list[dict[str, Any]]:
@@ -96,11 +97,11 @@ def choose(points: list[dict[str, Any]], shape: Shape, time: str = "step") -> Ch
             best[waves] = point
     none, wave = best.get(False), best.get(True)
     if none is None:
-        return Choice(None, wave, ScheduleConfig(), 0.0)
+        return Choice(None, wave, ScheduleConfig(), 0.0, time)
     if wave is not None and wave[time]["high"] < none[time]["low"]:
         gain = 1 - wave[time]["median"] / none[time]["median"]
-        return Choice(none, wave, ScheduleConfig(**wave["schedule"]), gain)
-    return Choice(none, wave, ScheduleConfig(**none["schedule"]), 0.0)
+        return Choice(none, wave, ScheduleConfig(**wave["schedule"]), gain, time)
+    return Choice(none, wave, ScheduleConfig(**none["schedule"]), 0.0, time)
 
 
 def resolve(schedule: ScheduleConfig, shape: Shape) -> ScheduleConfig:
