@@ -183,6 +183,23 @@ class DeviceHeap(Heap):
         self._expected = torch.zeros((CHANNELS + 1, 1), dtype=torch.int64, device=self.device)
         self._side = torch.cuda.Stream(self.device)
         self._meet()
+        if self.transport == "device":
+            self._first_signals()
+
+    def _first_signals(self) -> None:
+        """Signals through NVSHMEM once before they matter: their kernels are then compiled and know the world, which
+        takes seconds and may have to wait for a kernel that spins, when an abort must reach the peers."""
+        phase = Phase("open", f"heap {self.name!r}")
+        self._signalling.set_abort(self._at(0), 0)  # all is well, as before
+        record = torch.full((1,), self.rank, dtype=torch.int64, device=self.device)
+        everyone = self.exchange(record, channel=INTERNAL, phase=phase)
+        self.barrier(phase)
+        torch.cuda.synchronize(self.device)
+        self.check()
+        if everyone.flatten().tolist() != list(range(self.world)):
+            raise RuntimeError(
+                f"NVSHMEM's device functions exchanged {everyone.tolist()} instead of every rank's number"
+            )
 
     # What a backend adds
 
