@@ -17,6 +17,7 @@ from .inputs import Inputs
 from .timing import Timing, measure
 
 PEERS = ("nccl", "megatron")
+Movements = tuple[Callable[[], Tensor], Callable[[], Tensor]]  # rows to the experts, and the same back
 
 
 def measure_peer(name: str, inputs: Inputs, args: argparse.Namespace) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def measure_peer(name: str, inputs: Inputs, args: argparse.Namespace) -> dict[st
     return figures | {f"{part}_ms": timing.median for part, timing in timings.items()}
 
 
-def _all_to_alls(inputs: Inputs, args: argparse.Namespace) -> tuple[Callable[[], object], Callable[[], object]]:
+def _all_to_alls(inputs: Inputs, args: argparse.Namespace) -> Movements:
     x, idx, world = inputs.x, inputs.idx, dist.get_world_size()
     dest = torch.where(idx >= 0, idx // (args.experts // world), world).flatten()
     sent = torch.bincount(dest, minlength=world + 1)[:world]
@@ -51,14 +52,15 @@ def _all_to_alls(inputs: Inputs, args: argparse.Namespace) -> tuple[Callable[[],
     rows = x[dest.argsort(stable=True)[: sum(send)] // args.top_k]
     arrived, returned = x.new_empty((sum(receive), x.shape[1])), torch.empty_like(rows)
 
-    def move(out: Tensor, rows: Tensor, out_rows: list[int], in_rows: list[int]) -> None:
+    def move(out: Tensor, rows: Tensor, out_rows: list[int], in_rows: list[int]) -> Tensor:
         # As bytes: gloo knows no bfloat16.
         dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), out_rows, in_rows)
+        return out
 
     return lambda: move(arrived, rows, receive, send), lambda: move(returned, arrived, send, receive)
 
 
-def _megatron(inputs: Inputs, args: argparse.Namespace) -> tuple[Callable[[], object], Callable[[], object]]:
+def _megatron(inputs: Inputs, args: argparse.Namespace) -> Movements:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -95,8 +97,9 @@ def _megatron(inputs: Inputs, args: argparse.Namespace) -> tuple[Callable[[], ob
 
     arrived = there()
 
-    def back() -> object:
-        return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(arrived)))
+    def back() -> Tensor:
+        out: Tensor = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(arrived)))
+        return out
 
     return there, back
 
