@@ -109,7 +109,7 @@ class Case:
             fields = json.loads(text)
             setting = Setting(**fields.pop("setting"))
             return Case(setting, **{**fields, "tokens": tuple(fields["tokens"])})
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{text!r} is no case of this version of the fuzzer: {error}") from error
 
     def inputs(self, group: int) -> list[Inputs]:
