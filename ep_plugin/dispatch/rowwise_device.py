@@ -152,7 +152,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.launches, self.early = Launches.of(launch), launch.early
         if self.config.form == "dedup":
             nbytes = self.max_tokens * self.hidden_size * self.dtype.itemsize
-            chunks = min(launch.chunks or (2 if nbytes >= LARGE else 1), self.max_tokens)
+            chunks = min(launch.chunks or (4 if nbytes >= LARGE else 1), self.max_tokens)
             self.there = Chunks(self.heap, THERE, chunks, self.max_tokens)
             self.back = Chunks(self.heap, BACK, chunks, self.max_tokens)
 
@@ -554,9 +554,11 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.planned.clear()
 
     def _most_rows(self) -> int:
-        """The most rows that the plans since the last check sent to an expert rank; at least one more than fits."""
+        """The most rows that the plans since the last check sent to an expert rank; twice what fits where the plan that
+        overflowed is not among them (a graph's replay)."""
         by_rank = [counts.view(self.world, self.world, -1).sum((0, 2)) for counts in self.planned]
-        return max([self.max_rows + 1, *(int(rows.max()) for rows in by_rank)])
+        most = max((int(rows.max()) for rows in by_rank), default=0)
+        return most if most > self.max_rows else 2 * self.max_rows
 
     def regrow(self, rows: int) -> None:
         """Collective: make the buffers again for at least ``rows`` rows of an expert rank. ``RuntimeError`` where a
