@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,3 +260,45 @@ def test_megatrons_buffers_and_optimizers_work_with_ours(run: mm.Run) -> None:
             assert found[name] == pytest.approx(reference, rel=1e-4), name
         assert reference[0] != reference[3]
         assert found["our experts descending"] == [False] and found["our experts, distributed descending"] == [True]
+
+
+RESUMED = {  # overrides of the run that goes on
+    "as it was": ["topology.ep=2"],
+    "other experts per rank": ["topology.ep=1"],
+    "a pipeline, our experts": ["topology.ep=1", "topology.pp=2", "trainer.megatron.experts=plugin"],
+    "Megatron alone, whole optimizer": ["topology.ep=1", "ep=none", "trainer.megatron.distributed_optimizer=false"],
+}
+
+
+def resumed(rank: int, world: int, folder: str) -> dict[str, list[float]]:
+    """Losses of the last two of four steps: of a run in one go at EP2, and of runs that go on after two of them."""
+    from ep_plugin.train.checks import check_settings
+    from ep_plugin.train.compose import compose_launch
+    from ep_plugin.train.loop import Place
+    from ep_plugin.train.megatron import train_megatron
+    from ep_plugin.train.text import read_corpus
+
+    multiprocessing.current_process()._config["daemon"] = False
+    small = ["steps=4", "checkpoint_every=2", "batch_size=4", "seq_len=16", "warmup=0", "log_every=100"]
+
+    def losses(name: str, *overrides: str) -> list[float]:
+        settings = ["experiment=megatron_tiny", "data.max_bytes=20000", *[f"trainer.{s}" for s in small], *overrides]
+        config = compose_launch(settings).config
+        layout = check_settings(config, world)
+        place = Place(rank, torch.device("cpu"), Path(folder), None)
+        return train_megatron(config, name, layout, read_corpus(config.data), place, keep_routes=False).losses
+
+    found = {"in one go": losses("whole", "topology.ep=2")[2:]}
+    for name, overrides in RESUMED.items():
+        at = f"{folder}/checkpoints/whole/step_000002"
+        found[name] = losses("more", "trainer.checkpoint=false", f"trainer.resume={at}", *overrides)
+    return found
+
+
+def test_training_goes_on_from_a_checkpoint_at_other_degrees(run: mm.Run, tmp_path: Any) -> None:
+    """A checkpoint without the optimizer's moments or step, or whose experts come back in another order."""
+    for found in run(resumed, 2, str(tmp_path)):
+        whole = found.pop("in one go")
+        assert len(whole) == 2 and whole[0] != whole[1]
+        for name, losses in found.items():
+            assert losses == pytest.approx(whole, rel=1e-4), (name, losses, whole)

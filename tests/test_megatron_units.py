@@ -4,6 +4,8 @@ the arguments of the script seam.
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from ep_plugin.adapters.megatron_rows import Hide, HostOffsets, Padding, Reveal,
 from ep_plugin.adapters.megatron_script import parse, settings_of
 from ep_plugin.adapters.megatron_weights import lay_out, projections_of, spacing, stack
 from ep_plugin.config import EPConfig
+from ep_plugin.train.checkpoint import Header
 from ep_plugin.train.checks import check_settings
 from ep_plugin.train.compose import compose_launch
 from tests import dist
@@ -283,7 +286,7 @@ def test_the_script_seams_arguments(tmp_path: Any, capsys: pytest.CaptureFixture
         (["topology.cp=2"], "transformer_engine=true"),
         (["topology.tp=8"], "topology.tp|tp·cp·pp|tp may be"),
         (["ep.weight_at=output"], "weight_at='output'"),
-        (["trainer.resume=somewhere"], "does not resume"),
+        (["trainer.resume=somewhere"], "trainer.resume='somewhere' is not a checkpoint"),
         (["trainer.megatron.experts=ours"], "trainer.megatron.experts='ours'"),
     ],
 )
@@ -292,6 +295,18 @@ def test_wrong_settings_of_a_launch_are_found_before_it_starts(overrides: list[s
     launch = compose_launch(["experiment=megatron_tiny", *overrides])
     with pytest.raises(ValueError, match=named):
         check_settings(launch.config, 4)
+
+
+def test_a_checkpoint_goes_on_with_the_trainer_that_wrote_it(tmp_path: Any):
+    """A folder that Megatron cannot read, found when the processes have met; degrees refused that Megatron can load."""
+    header = Header(5, 8, 8, True, "megatron")
+    (tmp_path / "trainer.json").write_text(json.dumps(asdict(header)))
+    overrides = [f"trainer.resume={tmp_path}", "trainer.steps=9"]
+    check_settings(compose_launch(["experiment=megatron_tiny", *overrides]).config, 4)
+    with pytest.raises(ValueError, match="trainer=megatron; this run has trainer=transformers"):
+        check_settings(compose_launch(["experiment=train_tiny", *overrides]).config, 4)
+    with pytest.raises(ValueError, match="has done 5 steps already"):
+        check_settings(compose_launch(["experiment=megatron_tiny", *overrides, "trainer.steps=5"]).config, 4)
 
 
 def test_transformers_trainer_still_refuses_megatrons_degrees():

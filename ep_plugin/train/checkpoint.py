@@ -24,12 +24,14 @@ HEADER = "trainer.json"
 
 @dataclass(frozen=True)
 class Header:
-    """What a checkpoint says about itself: steps done, and what must be the same to go on."""
+    """What a checkpoint says about itself: steps done, and what must be the same to go on. Only ``trainer`` must be
+    for Megatron's checkpoints, which are cut in parts anew for other degrees."""
 
     step: int
     world_size: int
     ep: int
     patch_experts: bool
+    trainer: str = "transformers"
 
 
 def read_header(folder: str) -> Header:
@@ -43,15 +45,15 @@ def read_header(folder: str) -> Header:
 
 
 def check_resume(folder: str, now: Header) -> None:
-    """``ValueError`` where ``folder`` has reached ``now.step``, or its optimizer states were written for other
-    degrees than ``now``'s.
+    """``ValueError`` where ``folder`` has reached ``now.step``, or was written by another trainer, or its optimizer
+    states for other degrees than ``now``'s.
     """
     saved = read_header(folder)
     if saved.step >= now.step:
         raise ValueError(
             f"trainer.resume={folder!r} has done {saved.step} steps already; trainer.steps={now.step} must be more"
         )
-    for name in ("world_size", "ep", "patch_experts"):
+    for name in ("trainer",) if now.trainer == "megatron" else ("trainer", "world_size", "ep", "patch_experts"):
         was, is_now = getattr(saved, name), getattr(now, name)
         if was != is_now:
             raise ValueError(f"trainer.resume={folder!r} was written with {name}={was}; this run has {name}={is_now}")

@@ -40,6 +40,8 @@ def check_settings(config: RunConfig, world: int) -> Layout:
         raise ValueError(
             "ep.weight_at='input' scales what experts read; these models scale what they return: use 'hidden'"
         )
+    if config.patch_experts and config.ep.dispatcher == "deepep":
+        _check_deepep(config)
     batch_size = config.trainer.batch_size
     if batch_size % chosen.dp:
         raise ValueError(
@@ -57,8 +59,24 @@ def check_settings(config: RunConfig, world: int) -> Layout:
     _check_text(config)
     resume = config.trainer.resume
     if resume is not None:
-        check_resume(resume, Header(config.trainer.steps, world, ep, config.patch_experts))
+        trainer = "transformers" if megatron is None else "megatron"
+        check_resume(resume, Header(config.trainer.steps, world, ep, config.patch_experts, trainer))
     return chosen
+
+
+def _check_deepep(config: RunConfig) -> None:
+    """What DeepEP's preflight would say of the settings, before anything starts."""
+    model, trainer = config.model, config.trainer
+    for name, value, right in (
+        ("trainer.dtype", trainer.dtype, trainer.dtype == "bfloat16"),
+        ("model.hidden_size", model.hidden_size, model.hidden_size % 256 == 0),
+        ("trainer.device", trainer.device, trainer.device != "cpu"),
+    ):
+        if not right:
+            raise ValueError(
+                f"{name}={value!r}: ep=deepep moves bfloat16 rows of GPUs, of a hidden size that is a multiple of 256;"
+                " ep=rowwise and ep=block take others"
+            )
 
 
 def _check_megatron(config: RunConfig, chosen: Layout) -> None:
@@ -83,8 +101,6 @@ def _check_megatron(config: RunConfig, chosen: Layout) -> None:
             f"ep.weight_at={config.ep.weight_at!r}: Megatron applies the router's probabilities before the down"
             " projection; use 'hidden'"
         )
-    if trainer.resume is not None:
-        raise ValueError(f"trainer.resume={trainer.resume!r}: trainer=megatron writes checkpoints but does not resume")
 
 
 def check_comparable(variants: dict[str, RunConfig]) -> None:
@@ -117,6 +133,8 @@ def check_machine(config: RunConfig) -> str:
         device = "cuda" if cuda else "cpu"
     if device == "cuda" and not cuda:
         raise ValueError("trainer.device='cuda': torch sees no CUDA device here; use trainer.device=cpu")
+    if config.patch_experts and config.ep.dispatcher == "deepep" and device != "cuda":
+        raise ValueError("ep=deepep moves rows of GPUs, and torch sees no CUDA device here; use ep=rowwise or ep=block")
     uses_heap = config.patch_experts and config.ep.dispatcher == "rowwise"
     if uses_heap and config.ep.heap in GPU_HEAPS and device != "cuda":
         seen = "trainer.device is cpu" if cuda else "torch sees no CUDA device here"

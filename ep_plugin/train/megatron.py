@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from ..metrics import StepMetrics
 from ..topology import Layout
+from . import checkpoint, megatron_checkpoint
 from .loop import Curve, Place, learning_rate, report
 from .settings import MegatronConfig, RunConfig
 from .text import Corpus, batch
@@ -198,7 +198,10 @@ class _Trainer:
         settings = self.config.trainer
         share = {"rank": self.layout.coordinate(self.place.rank)["dp"], "world": self.layout.dp}
         size = {"batch_size": settings.batch_size, "seq_len": settings.seq_len + 1}
-        for step in range(settings.steps):
+        first_step = 0
+        if settings.resume is not None:
+            first_step = megatron_checkpoint.load(settings.resume, self.models, self.optimizer)
+        for step in range(first_step, settings.steps):
             tokens = torch.from_numpy(batch(corpus, seed=self.config.seed, step=step, **size, **share))
             routes = self._step(tokens.to(self.place.device), step)
             if keep_routes:
@@ -207,7 +210,11 @@ class _Trainer:
             done = step + 1
             due = done == settings.steps or (settings.checkpoint_every > 0 and done % settings.checkpoint_every == 0)
             if settings.checkpoint and due:
-                self._save(self.place.folder / "checkpoints" / self.curve.name / f"step_{done:06d}")
+                folder = self.place.folder / "checkpoints" / self.curve.name / f"step_{done:06d}"
+                header = checkpoint.Header(
+                    done, self.layout.world_size, self.layout.ep, self.config.patch_experts, "megatron"
+                )
+                megatron_checkpoint.save(folder, self.models, self.optimizer, header, leads=self.place.leads)
         self.routes.close()
         if self.handle is not None:
             self.handle.close()
@@ -282,18 +289,6 @@ class _Trainer:
 
     def _bytes_sent(self) -> int:
         return 0 if self.handle is None else sum(int(built.get("bytes_sent", 0)) for built in self.handle.stats())
-
-    def _save(self, folder: Path) -> None:
-        """Megatron's distributed checkpoint of the model, which loads at any degrees, with or without the plugin."""
-        from megatron.core import dist_checkpointing
-
-        if self.place.leads:
-            folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        state: dict[str, Any] = {}
-        for i, model in enumerate(self.models):
-            state[f"model{i}" if len(self.models) > 1 else "model"] = model.module.sharded_state_dict()
-        dist_checkpointing.save(state, str(folder))
 
 
 class _Routes:
