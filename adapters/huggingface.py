@@ -38,7 +38,7 @@ from ..layer import Experts, ForeignExperts, moe_step
 from ..topology import ProcessGroups
 from .huggingface_checkpoint import Whole, save_pretrained
 from .huggingface_dispatchers import Dispatchers, Shape
-from .huggingface_experts import ExpertsLayout, NotOurs
+from .huggingface_experts import ExpertsLayout, NotOurs, OurExperts
 from .huggingface_families import Family, check_layout, find_sites, similar_modules, whole_shape
 from .huggingface_gather import Part
 from .huggingface_gradients import ExpertGradients
@@ -99,7 +99,7 @@ class PatchedExperts:
         if layout is None:
             self.experts = ForeignExperts(family.over_rows(name, module))
         else:
-            self.experts = functools.partial(layout.run, module)
+            self.experts = OurExperts(layout, module) if layout.grouped else functools.partial(layout.run, module)
 
     def install(self, gradients: ExpertGradients) -> None:
         """Replace the module's call."""
@@ -116,8 +116,14 @@ class PatchedExperts:
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``hidden_states`` [..., D], ids (−1: no route) and weights [T, K] → the experts' weighted sum [..., D].
 
-        Weights keep their dtype, which may be float32 beside bfloat16 rows.
+        Weights keep their dtype, which may be float32 beside bfloat16 rows. torch.compile does not trace it.
         """
+        if torch.compiler.is_dynamo_compiling():
+            untraced: Tensor = torch.compiler.disable(self._forward)(hidden_states, top_k_index, top_k_weights)
+            return untraced
+        return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         with self.dispatchers.of(self.shape).guard("plan", self.name):
             self._check(hidden_states)
             dtype = self._row_dtype(hidden_states)
@@ -369,6 +375,8 @@ def patch_model(
     modules = _choose(model, pattern)
     layouts = {name: _layout(name, module, family, experts) for name, (module, family) in modules.items()}
     shapes = {name: _shape(model, name, *found, config, groups, top_k) for name, found in modules.items()}
+    if config.precision == "mxfp8":
+        _check_mxfp8(modules, layouts)
     _check_sharded(modules, groups)
     if groups is not None:
         broadcast_start(model, groups) if broadcast else check_same_start(model, groups)
@@ -390,6 +398,21 @@ def patch_model(
     for layer in layers:
         layer.install(gradients)
     return PatchedModel(model, groups, dispatchers, layers, gradients)
+
+
+def _check_mxfp8(modules: dict[str, tuple[nn.Module, Family]], layouts: dict[str, ExpertsLayout | None]) -> None:
+    """``ValueError`` for experts that MXFP8 cannot compute: other people's code, widths that are no blocks of 32."""
+    for name, layout in layouts.items():
+        module = modules[name][0]
+        if layout is None or not layout.grouped:
+            raise ValueError(
+                f"precision='mxfp8' computes the experts itself, but those of {name} ({type(module).__name__}) run their"
+                " own code or lie apart in memory: use experts='ours' where it is known, or precision='bf16'"
+            )
+        down = layout.tensors(module)[1]
+        width = down.shape[1 if layout.transposed else 2]
+        if width % 32:
+            raise ValueError(f"precision='mxfp8' needs an expert width that is a multiple of 32; {name} has {width}")
 
 
 def _full(module: str, key: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch import Dispatched
-from ..experts import Activation, WeightAt, grouped_mlp
+from ..experts import Activation, ExpertMLP, WeightAt, grouped_mlp
 
 # What transformers calls the three arguments; gpt_oss and its kin use the second names.
 ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
@@ -41,6 +41,11 @@ class ExpertsLayout:
     down_bias: str | None
     transposed: bool
     activation: Activation
+
+    @property
+    def grouped(self) -> bool:
+        """Whether ``tensors`` and ``activation`` say all that ``run`` does."""
+        return type(self).run is ExpertsLayout.run
 
     def tensors(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Up and down of this rank's experts, and their biases."""
@@ -69,6 +74,22 @@ class ExpertsLayout:
             weight_at=weight_at,
             transposed=self.transposed,
         )
+
+
+@dataclass(frozen=True)
+class OurExperts:
+    """The experts of ``module``, computed by this project; ``layout`` must be ``grouped``."""
+
+    layout: ExpertsLayout
+    module: nn.Module
+
+    def __call__(self, d: Dispatched, weight_at: WeightAt) -> Tensor:
+        """As ``ExpertsLayout.run``."""
+        return self.layout.run(self.module, d, weight_at)
+
+    def mlp(self) -> ExpertMLP:
+        """The parameters themselves, for whoever runs the experts as part of something larger."""
+        return ExpertMLP(*self.layout.tensors(self.module), self.layout.activation, self.layout.transposed)
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:

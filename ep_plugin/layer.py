@@ -98,6 +98,10 @@ def _moe_step(
 
         assert isinstance(dispatcher, WaveDispatcher)  # nothing else is built for a schedule
         return wave_moe_step(dispatcher, x, topk_idx, topk_weight, experts, layer, observe)
+    if dispatcher.config.precision == "mxfp8":
+        from .mxfp8.node import mxfp8_moe_step
+
+        return mxfp8_moe_step(dispatcher, x, topk_idx, topk_weight, experts, layer=layer, observe=observe)
     weight_at: WeightAt = dispatcher.config.weight_at  # type: ignore[assignment]  # validated
     state = dispatcher.plan(topk_idx, layer=layer, x=x)
     if observe is not None:

@@ -35,7 +35,7 @@ from .triton_common import (
     widen,
 )
 
-REDUCE = Launch(1056, block=2048)
+REDUCE = Launch(528, block=2048)  # all of them resident, so that a chunk is signalled before the next is begun
 SUM = Launch(4224, block=1024)  # 16 bytes of bfloat16 for each of 128 threads
 GET = Launch(1056, block=1024)
 
@@ -311,11 +311,12 @@ def _get_reduce_records(
                     row = tl.load(dest_row + t * K + k).to(tl.int64)
                     here = tl.load(dest_rank + t * K + k) == p
                     valid = here & (row >= 0) & (row < num_rows) & (address != 0)
-                    data, scale = load_blocks(rows + row * (D + D // 32), tl.where(valid, group, D), D, 0, D)
+                    wanted = tl.where(valid, group, D)
+                    data, scale = load_blocks(rows + row * (D + D // 32), wanted, D, 0, D)
                     value = to_values(data, scale[:, None])
                     if gathered is not None:
                         kept = gathered + (t * K + k) * (D + D // 32)
-                        mine = (group < D // 32) & valid
+                        mine = wanted < D // 32
                         cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
                         tl.store(kept + cols, data, mask=mine[:, None])
                         tl.store(kept + D + group, scale.to(tl.uint8), mask=mine)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..dispatch.base import Arrived, RouteState
-from ..experts import Activation, GroupedMLP
+from ..experts import Activation, ExpertMLP
 from ..experts.groups import column
 from . import activation as between
 from .codec import Form, as_form
@@ -42,13 +42,14 @@ def mxfp8_moe_step(
     x: Tensor,
     topk_idx: Tensor,
     topk_weight: Tensor,
-    experts: GroupedMLP,
+    experts: Any,
     *,
     layer: str = "",
     observe: Callable[[RouteState], None] | None = None,
 ) -> Tensor:
     """``layer.moe_step`` as one node with MXFP8 rows: dispatch ``x`` [T, D] by ``topk_idx`` [T, K] (−1: no route), run
-    ``experts``, combine; gives [T, D].
+    ``experts``, combine; gives [T, D]. ``experts``: ``experts.GroupedMLP``, or anything whose ``mlp()`` gives an
+    ``ExpertMLP``.
 
     Differentiable once in ``x``, ``topk_weight`` [T, K] and the experts' parameters. Backward may run once: with
     ``retain_graph=True`` the second time is an error where the saved rows' slot has been written again. Under
@@ -65,7 +66,7 @@ def _moe_step(
     x: Tensor,
     topk_idx: Tensor,
     topk_weight: Tensor,
-    experts: GroupedMLP,
+    experts: Any,
     layer: str,
     observe: Callable[[RouteState], None] | None,
 ) -> Tensor:
@@ -73,18 +74,32 @@ def _moe_step(
     if observe is not None:
         with dispatcher.guard("observe", layer):
             observe(state)
+    with dispatcher.guard("experts", layer):
+        mlp = parameters_of(experts)
     return mxfp8_mlp(
         dispatcher,
         state,
         x,
         topk_weight,
-        experts.up,
-        experts.down,
-        up_bias=experts.up_bias,
-        down_bias=experts.down_bias,
-        activation=experts.activation,
-        transposed=experts.transposed,
+        mlp.up,
+        mlp.down,
+        up_bias=mlp.up_bias,
+        down_bias=mlp.down_bias,
+        activation=mlp.activation,
+        transposed=mlp.transposed,
     )
+
+
+def parameters_of(experts: Any) -> ExpertMLP:
+    """What ``experts`` consist of; ``ValueError`` for experts that are not computed by this project."""
+    mlp = getattr(experts, "mlp", None)
+    if mlp is None:
+        raise ValueError(
+            "precision='mxfp8' computes the experts itself, between rows that travel quantised, and so needs"
+            f" experts.GroupedMLP or the like, not {type(experts).__name__}: use those, or precision='bf16'"
+        )
+    found: ExpertMLP = mlp()
+    return found
 
 
 def mxfp8_mlp(
