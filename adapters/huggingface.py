@@ -406,8 +406,8 @@ def _check_mxfp8(modules: dict[str, tuple[nn.Module, Family]], layouts: dict[str
         module = modules[name][0]
         if layout is None or not layout.grouped:
             raise ValueError(
-                f"precision='mxfp8' computes the experts itself, but those of {name} ({type(module).__name__}) run their"
-                " own code or lie apart in memory: use experts='ours' where it is known, or precision='bf16'"
+                f"precision='mxfp8' computes the experts itself, but those of {name} ({type(module).__name__}) run"
+                " their own code or lie apart in memory: use experts='ours' where it is known, or precision='bf16'"
             )
         down = layout.tensors(module)[1]
         width = down.shape[1 if layout.transposed else 2]
