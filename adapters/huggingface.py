@@ -227,7 +227,7 @@ class PatchedModel:
             save = functools.wraps(self._own_save)(functools.partial(self._save_pretrained, self._own_save))
             model.save_pretrained = save  # type: ignore[assignment]
         if hasattr(model, "generate"):
-            model.generate = _in_step(model.generate)  # type: ignore[assignment]
+            model.generate = _in_step(model.generate)
 
     @property
     def expert_parameters(self) -> dict[str, nn.Parameter]:

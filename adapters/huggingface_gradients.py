@@ -94,13 +94,15 @@ class ExpertGradients:
     def see_ddp(self) -> None:
         """Note the DDP module whose forward is running; ``RuntimeError`` if it manages sharded experts."""
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if ddp is None or ddp in self._checked:
+        if ddp is None:
             return
         if ddp._join_config.enable:
             raise RuntimeError(
                 "DDP's join stands in for the gradients of a rank that has run out of batches, but not for its experts,"
                 " which the other ranks' tokens still need: take the batches from even_batches instead"
             )
+        if ddp in self._checked:
+            return
         managed = {id(p) for p in ddp._module_parameters}
         wrong = [name for name, p in self.experts.items() if id(p) in managed]
         if wrong:

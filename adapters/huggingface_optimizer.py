@@ -22,13 +22,22 @@ Groups = list[dict[str, Any]]
 
 
 class ReplicaShardedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, whose ``param_groups`` are theirs: a scheduler that sets a rate sets it in them."""
+    """Several optimizers, each of some of the parameters, as one with the parameter groups that were asked for.
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self.optimizers = list(optimizers)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        super().__init__([{"params": group["params"]} for group in groups], {})
-        self.param_groups = groups
+    ``sources``: of every group of every one of ``optimizers`` the group here whose settings it follows."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        defaults: dict[str, Any],
+        optimizers: list[torch.optim.Optimizer],
+        sources: list[list[int]],
+    ) -> None:
+        super().__init__(groups, defaults)
+        self.optimizers, self.sources = optimizers, sources
+        for optimizer, followed in zip(optimizers, sources, strict=True):
+            for group, source in zip(optimizer.param_groups, followed, strict=True):  # settings that the class adds
+                self.param_groups[source] = {**group, **self.param_groups[source]}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step all; collective over the groups that share their state."""
@@ -36,7 +45,9 @@ class ReplicaShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for optimizer in self.optimizers:
+        for optimizer, sources in zip(self.optimizers, self.sources, strict=True):
+            for group, source in zip(optimizer.param_groups, sources, strict=True):
+                group |= {key: value for key, value in self.param_groups[source].items() if key != "params"}
             optimizer.step()
         return loss
 
@@ -71,16 +82,18 @@ def shard_optimizer(
         return "fsdp" if isinstance(parameter, DTensor) else "experts" if id(parameter) in experts else "dense"
 
     made: list[torch.optim.Optimizer] = []
+    sources: list[list[int]] = []
     for wanted, over in (("dense", handle.groups.dp), ("experts", handle.groups.ep_dp), ("fsdp", None)):
         parts = [{**group, "params": [p for p in group["params"] if kind(p) == wanted]} for group in groups]
-        parts = [part for part in parts if part["params"]]
+        sources.append([number for number, part in enumerate(parts) if part["params"]])
+        parts = [parts[number] for number in sources[-1]]
         if not parts:
-            continue
-        if over is None or dist.get_world_size(over) == 1:
+            sources.pop()
+        elif over is None or dist.get_world_size(over) == 1:
             made.append(optimizer_class(parts, **defaults))
         else:
             made.append(ZeroRedundancyOptimizer(parts, optimizer_class, process_group=over, **defaults))
-    return ReplicaShardedOptimizer(made)
+    return ReplicaShardedOptimizer(groups, defaults, made, sources)
 
 
 def parts_of(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -128,16 +128,16 @@ class TrainingState:
             parameters = [p for group in part.param_groups for p in group["params"]]
             own["state"] = {index: states[names[p]] for index, p in enumerate(parameters) if names[p] in states}
             part.load_state_dict(own)
-        settings = {name: number for number, (members, _) in enumerate(groups) for name in members}
+        settings = {name: given for members, given in groups for name in members}
         for group in self.optimizer.param_groups:
             # Not of all: where each expert has parameters of its own, rank 0 wrote the names of its experts.
-            numbers = {settings[names[p]] for p in group["params"] if names[p] in settings}
-            if len(numbers) != 1:
+            found = [settings[names[p]] for p in group["params"] if names[p] in settings]
+            if not found or any(other != found[0] for other in found):
                 raise ValueError(
-                    f"the parameters of the optimizer's group with {names[group['params'][0]]} were not in one group"
-                    " when the state was written: group them alike"
+                    f"the parameters in the optimizer's group with {names[group['params'][0]]} had"
+                    f" {'different' if found else 'no'} settings when the state was written: group them alike"
                 )
-            group.update(groups[numbers.pop()][1])
+            group.update(found[0])
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """Of every group of the optimizer the parameters' names and the settings."""
