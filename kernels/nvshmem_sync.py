@@ -52,9 +52,10 @@ def _send(
         tl.store(box + i, tl.load(record + i, mask=i < length), mask=i < length)
     tl.debug_barrier()  # the whole record is in our own mailbox, from where it travels
     nbytes = length * tl.full((), 8, tl.int64)
-    for step in range(1, M):
-        rank = ((me + step) % M + tl.zeros((), tl.int32)).to(tl.int32)
-        put_bytes(address, address, nbytes, rank, mail_base, me)
+    if length > 0:
+        for step in range(1, M):
+            rank = ((me + step) % M + tl.zeros((), tl.int32)).to(tl.int32)
+            put_bytes(address, address, nbytes, rank, mail_base, me)
     tl.store(counter, posted)
     if ticket is not None:
         tl.store(ticket, posted)
