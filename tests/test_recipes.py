@@ -39,6 +39,7 @@ def test_the_choices_mean_what_they_are_called():
         "none": ("local", False),
         "local": ("local", True),
         "block": ("block", True),
+        "deepep": ("deepep", True),
         "rowwise": ("rowwise", True),
         "rowwise_route": ("rowwise", True),
     }

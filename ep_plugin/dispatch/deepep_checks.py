@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import filecmp
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,7 @@ NCCL_FREE = (2, 31)  # from here on, a build works with NCCL versions other than
 WHEELS = {  # torch version: what fits it
     "2.11": "tokenspeed-deepep==2.1.0.post20260801",
     "2.13": "sgl-deep-ep==0.1.2",
-    "2.14": "sgl-deep-ep==0.1.2.post1",
+    "2.14.1": "sgl-deep-ep==0.1.2.post1",
 }
 MAX_EXPERTS, MAX_LOCAL_EXPERTS, MAX_TOP_K, HIDDEN_MULTIPLE = 2048, 256, 32, 256
 MAX_ROWS = 2**31 - 1
@@ -54,11 +56,16 @@ class Check:
 
 def install_line(torch_version: str) -> str:
     """What to install for ``torch_version``."""
-    short = ".".join(torch_version.split("+")[0].split(".")[:2])
-    if short in WHEELS:
-        return f"for torch {short}: pip install --no-deps --force-reinstall {WHEELS[short]} {NCCL}"
-    known = ", ".join(WHEELS)
-    return f"there is no wheel for torch {short} (there is for {known}): build DeepEP v2 from source, with {NCCL}"
+    version = torch_version.split("+")[0]
+    for known, wheel in WHEELS.items():
+        if _is(version, known):
+            return f"for torch {known}: pip install --no-deps --force-reinstall {wheel} {NCCL}"
+    return f"there is no wheel for torch {version} (there is for {', '.join(WHEELS)}): build DeepEP v2 from source"
+
+
+def _is(version: str, known: str) -> bool:
+    """Whether ``version`` is ``known``, or one of its patch versions."""
+    return (version + ".").startswith(known + ".")
 
 
 def deepep_preflight(
@@ -115,7 +122,12 @@ def _package() -> Check:
 
 def _installed(module: str) -> str:
     """The distributions that bring ``module``, with their versions."""
-    names = importlib.metadata.packages_distributions().get(module, [])
+    return _installed_on(module, tuple(sys.path))
+
+
+@functools.lru_cache
+def _installed_on(module: str, path: tuple[str, ...]) -> str:
+    names = importlib.metadata.packages_distributions().get(module, [])  # reads every package's list of files
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(names)))
 
 
@@ -127,10 +139,9 @@ def _torch_build() -> Check:
     if wheel is None:
         return Check(name, None, f"{found or 'no package'} says nothing of the torch that it was built for")
     fits = [short for short, w in WHEELS.items() if w.replace("==", " ") in found.split(", ")]
-    short = ".".join(version.split("+")[0].split(".")[:2])
     if not fits:
         return Check(name, None, f"{found} is not one of the wheels that are known here")
-    if short not in fits:
+    if not any(_is(version.split("+")[0], known) for known in fits):
         return Check(name, False, f"{found} is built for torch {fits[0]}, not for {version}", install_line(version))
     if torch.version.cuda is None or not torch.version.cuda.startswith("13"):
         return Check(name, False, f"{found} is built for CUDA 13, torch {version} for {torch.version.cuda}")
