@@ -174,7 +174,8 @@ class Case:
         results = []
         for rank in range(s.ep):
             mine = slice(rank * s.local_experts, (rank + 1) * s.local_experts)
-            grads: list[Any] = [xs[rank].grad, weights[rank].grad, *(p.grad[mine] for p in parameters)]  # type: ignore[index]
+            of_parameters: Any = [p.grad for p in parameters]
+            grads: Any = [xs[rank].grad, weights[rank].grad, *(grad[mine] for grad in of_parameters)]
             results.append([outs[rank].detach(), *grads])
         return results
 
@@ -193,10 +194,11 @@ class Case:
                 yield replace(self, setting=replace(s, **{name: value}))
         for name in ("top_k", "local_experts"):
             if getattr(s, name) > 1:
-                fewer = replace(s, **{name: getattr(s, name) - 1})
-                if fewer.top_k <= fewer.num_experts:
-                    yield replace(self, setting=fewer)
-        for name, value in {"weight_dtype": s.dtype, "index_dtype": "int64", "strided": False}.items():
+                less: Setting = replace(s, **{name: getattr(s, name) - 1})
+                if less.top_k <= less.num_experts:
+                    yield replace(self, setting=less)
+        outside: dict[str, Any] = {"weight_dtype": s.dtype, "index_dtype": "int64", "strided": False}
+        for name, value in outside.items():
             if getattr(self, name) != value:
                 yield replace(self, **{name: value})
 
