@@ -66,9 +66,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         _check_machine(args)
         if args.command == "waves":
             waves.check(args)
+        if args.command == "mxfp8":
+            _check_blocks(args)
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def _check_blocks(args: argparse.Namespace) -> None:
+    """``ValueError`` for what MXFP8 rows cannot carry."""
+    for option, value in (("--hidden", args.hidden), ("--width", args.width)):
+        if value % 32:
+            raise ValueError(f"{option} {value}: MXFP8 rows are blocks of 32 values; give a multiple of 32")
+    if args.device == "cuda" and args.dtype == "float32":
+        raise ValueError("--dtype float32: MXFP8 on GPUs carries bfloat16 rows")
+    if "deepep" in args.backends:
+        raise ValueError(f"--backends {args.backends}: deepep does not carry MXFP8 rows; give rowwise or block")
 
 
 def _check_machine(args: argparse.Namespace) -> None:
@@ -102,6 +115,10 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("-F", "--width", type=int, default=128, help="expert width")
     whole.add_argument("--trace", default=None, help="write a trace of all ranks for Perfetto to this file")
     whole.set_defaults(tokens=512)
+    records = commands.add_parser("mxfp8", help="MXFP8 rows against plain ones: bytes, time, quality, kept bytes")
+    _shape(records)
+    records.add_argument("--backends", default="rowwise,rowwise:route", help="comma-separated, as for dispatch")
+    records.add_argument("-F", "--width", type=int, default=128, help="expert width")
     schedules = commands.add_parser("waves", help="wave schedules against none: a sweep, its verdict and its reasons")
     waves.add_arguments(schedules)
     _shape(schedules)

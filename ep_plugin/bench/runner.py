@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import dispatch, layer, tune, waves
+from . import dispatch, layer, mxfp8, tune, waves
 from .plots import plot_phases
 
-COMMANDS = {"dispatch": dispatch.run, "layer": layer.run, "tune": tune.run, "waves": waves.run}
+COMMANDS = {"dispatch": dispatch.run, "layer": layer.run, "tune": tune.run, "waves": waves.run, "mxfp8": mxfp8.run}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
