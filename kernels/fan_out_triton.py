@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .triton_common import RANGE_INTEGERS, Launch, narrow, require_contiguous, tl, triton, triton_dtype, widen
 
-FAN_OUT = Launch(528, block=2048)
+FAN_OUT = Launch(1 << 15, block=2048)  # one item a program: those beside a slow store must not hold up the rest
 FILL = Launch(264)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .peers import Peers
-from .sync_triton import ChunkSignal, last_signals
+from .sync_triton import ChunkSignal, last_signals, next_tile
 from .triton_common import (
     PEER_INTEGERS,
     Launch,
@@ -24,7 +24,9 @@ from .triton_common import (
     widen,
 )
 
-PUT = Launch(66, warps=16)  # half of an H200 fills the link; the other half is left to what runs beside it
+# Few programs that each take a multiprocessor whole and have 128 KiB under way fill the link. Their stores wait for it,
+# and would hold up those of every other program on the same multiprocessor.
+PUT = Launch(32, warps=32, tile=1 << 17)
 META = Launch(1024)
 
 
@@ -135,30 +137,38 @@ def _put_unique(
     LANES: tl.constexpr,
     D: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    k = tl.arange(0, LANES)
+    lane = tl.arange(0, LANES)[None, :]
     posted = tl.full((), 0, tl.int64)
     if arrivals is not None:
         posted = tl.load(counter)
     for chunk in range(CHUNKS):
         low = tl.maximum(tl.minimum(t_max * chunk // CHUNKS, end), begin)
         high = tl.maximum(tl.minimum(t_max * (chunk + 1) // CHUNKS, end), begin)
-        first = low.to(tl.int64) * blocks + tl.program_id(0)
-        for item in range(first, high.to(tl.int64) * blocks, tl.num_programs(0)):
-            t = item // blocks
-            cols = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
-            values = tl.load(x + t * D + cols, mask=cols < D)
-            route = tl.load(routes + t * routes_token_stride + k * routes_stride, mask=k < K, other=-1).to(tl.int64)
+        tile = next_tile(arrivals, chunk, -1, CHUNKS)
+        while tile * ROWS < high - low:
+            t = (low.to(tl.int64) + tile * ROWS + tl.arange(0, ROWS))[:, None]
+            where = routes + t * routes_token_stride + lane * routes_stride
+            route = tl.load(where, mask=(t < high) & (lane < K), other=-1).to(tl.int64)
             rank = tl.where(route >= 0, route // PER_RANK, -1)
-            for p in tl.static_range(M):
-                if (tl.max((rank == p).to(tl.int32), 0) != 0) & (p != skip_rank):
-                    address = peer_address(base, handles, handle_stride, max_handle, offset, p)
-                    if address != 0:
-                        tl.store(rows_at(address, x) + (first_row + t) * D + cols, values, mask=cols < D)
+            for block in tl.static_range(blocks):
+                cols = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+                values = tl.load(x + t * D + cols, mask=(t < high) & (cols < D))
+                for p in tl.static_range(M):
+                    if p != skip_rank:
+                        address = peer_address(base, handles, handle_stride, max_handle, offset, p)
+                        if address != 0:
+                            wanted = tl.max((rank == p).to(tl.int32), 1, keep_dims=True) != 0
+                            out = rows_at(address, x) + (first_row + t) * D + cols
+                            tl.store(out, values, mask=wanted & (cols < D))
+            tile = next_tile(arrivals, chunk, tile, CHUNKS)
         if arrivals is not None:
             last = last_signals(arrivals + chunk, tl.num_programs(0), posted + chunk + 1, signal_base, signal_offset, M)
+            if last:
+                tl.store(arrivals + CHUNKS + chunk, 0)
             if last & (chunk == CHUNKS - 1):
                 tl.store(counter, posted + CHUNKS)  # every program has read it
 
@@ -189,8 +199,9 @@ def put_unique(
         return
     width = x.shape[1]
     block = launch.columns(width)
-    launch = launch.of_whole_lanes(block, x.element_size())
-    _put_unique[launch.grid(max(1, end - begin) * triton.cdiv(width, block))](
+    rows = launch.rows(block, x.element_size(), end - begin)
+    launch = launch.of_whole_lanes(rows * block, x.element_size())
+    _put_unique[launch.grid(triton.cdiv(max(1, end - begin), rows))](
         x,
         *peers.arguments,
         first_row,
@@ -208,6 +219,7 @@ def put_unique(
         LANES=triton.next_power_of_2(routes.shape[1]),
         D=width,
         CHUNKS=1 if signal is None else signal.chunks,
+        ROWS=rows,
         BLOCK=block,
         **launch.options,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .peers import Peers
 from .reduce import accumulation_dtype
-from .sync_triton import ChunkSignal, last_signals
+from .sync_triton import ChunkSignal, last_signals, next_tile
 from .triton_common import (
     PEER_INTEGERS,
     RANGE_INTEGERS,
@@ -28,15 +28,15 @@ from .triton_common import (
     widen,
 )
 
-REDUCE = Launch(528, block=2048)  # a quarter of what an H200 holds: the rest is for sums of chunks that have arrived
+REDUCE = Launch(264, block=2048)  # an eighth of what an H200 holds: the rest is for sums of chunks that have arrived
 SUM = Launch(4224, block=2048)  # many small programs: the sums wait for memory
 GET = Launch(1056, block=1024)
 
 
 @triton.jit
-def _weighted_row(y, row, valid, cols, weights, D: tl.constexpr, ACC: tl.constexpr):
-    """Row ``row`` of ``y`` (times its weight) in the accumulation dtype, zero unless ``valid``."""
-    value = widen(tl.load(y + row * D + cols, mask=cols < tl.where(valid, D, 0), other=0.0), ACC)
+def _weighted_row(y, row, valid, cols, mask, weights, D: tl.constexpr, ACC: tl.constexpr):
+    """Row ``row`` of ``y`` (times its weight) in the accumulation dtype, zero unless ``valid`` (``mask``: its columns)."""
+    value = widen(tl.load(y + row * D + cols, mask=mask, other=0.0), ACC)
     if weights is not None:
         value = value * tl.load(weights + row, mask=valid, other=0.0)
     return value
@@ -70,10 +70,10 @@ def _pre_reduce_put(
     D: tl.constexpr,
     ACC: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    first = tl.program_id(0).to(tl.int64)
     end = begin + length
     posted = tl.full((), 0, tl.int64)
     if arrivals is not None:
@@ -81,26 +81,31 @@ def _pre_reduce_put(
     for chunk in range(CHUNKS):
         low = tl.maximum(tl.minimum(t_max * chunk // CHUNKS, end), begin)
         high = tl.maximum(tl.minimum(t_max * (chunk + 1) // CHUNKS, end), begin)
-        for i in range(sources):
-            source = (first_source + i + tl.zeros((), tl.int64)) % world
+        tiles = (high - low + ROWS - 1) // ROWS  # of one source
+        tile = next_tile(arrivals, chunk, -1, CHUNKS)
+        while tile < tiles * sources:
+            source = (first_source + tile // tiles + tl.zeros((), tl.int64)) % world
             address = peer_address(base, handles, handle_stride, max_handle, offset, source)
-            count = tl.minimum(tl.load(tokens + source), high) - low
-            for item in range(first, count * blocks, tl.num_programs(0)):
-                t = low + item // blocks
-                cols = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
-                token = source * t_max + t
-                total = tl.zeros((BLOCK,), ACC)
-                any_row = address < 0
+            t = (low.to(tl.int64) + tile % tiles * ROWS + tl.arange(0, ROWS))[:, None]
+            token = source * t_max + t
+            there = t < tl.minimum(tl.load(tokens + source), high)
+            for block in tl.static_range(blocks):
+                cols = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+                total = tl.zeros((ROWS, BLOCK), ACC)
+                any_row = t < 0
                 for k in tl.static_range(K):
-                    row = tl.load(local_rows + token * K + k).to(tl.int64)
+                    row = tl.load(local_rows + token * K + k, mask=there, other=-1).to(tl.int64)
                     valid = (row >= 0) & (row < bound)
                     any_row = any_row | valid
-                    total += _weighted_row(y, row, valid, cols, weights, D, ACC)
-                if any_row & (address != 0):
+                    total += _weighted_row(y, row, valid, cols, valid & (cols < D), weights, D, ACC)
+                if address != 0:
                     out = rows_at(address, y) + (rank * t_max + t) * D + cols
-                    tl.store(out, narrow(total, y.dtype.element_ty), mask=cols < D)
+                    tl.store(out, narrow(total, y.dtype.element_ty), mask=any_row & (cols < D))
+            tile = next_tile(arrivals, chunk, tile, CHUNKS)
         if arrivals is not None:
             last = last_signals(arrivals + chunk, tl.num_programs(0), posted + chunk + 1, signal_base, signal_offset, M)
+            if last:
+                tl.store(arrivals + CHUNKS + chunk, 0)
             if last & (chunk == CHUNKS - 1):
                 tl.store(counter, posted + CHUNKS)  # every program has read it
 
@@ -135,9 +140,10 @@ def pre_reduce_put(
         return
     width = y.shape[1]
     block = launch.columns(width)
-    launch = launch.of_whole_lanes(block, y.element_size())
+    rows = launch.rows(block, y.element_size(), end - begin)
+    launch = launch.of_whole_lanes(rows * block, y.element_size())
     chunks = 1 if signal is None else signal.chunks
-    _pre_reduce_put[launch.grid(max(1, end - begin) * triton.cdiv(width, block))](
+    _pre_reduce_put[launch.grid(triton.cdiv(max(1, end - begin), rows))](
         y,
         weights,
         local_rows,
@@ -157,6 +163,7 @@ def pre_reduce_put(
         D=width,
         ACC=triton_dtype(accumulation_dtype(y.dtype)),
         CHUNKS=chunks,
+        ROWS=rows,
         BLOCK=block,
         **launch.options,
     )
@@ -194,7 +201,7 @@ def _sum_partials(
             if y is not None:
                 q = tl.load(dest_row + t * K + k).to(tl.int64)
                 valid = (rank == own_rank) & (q >= 0) & (q < bound)
-                own += _weighted_row(y, q, valid, cols, weights, D, ACC)
+                own += _weighted_row(y, q, valid, cols, cols < tl.where(valid, D, 0), weights, D, ACC)
         own = widen(narrow(own, out.dtype.element_ty), ACC)
         total = tl.zeros((BLOCK,), ACC)
         for p in tl.static_range(M):

@@ -165,7 +165,9 @@ class ChunkSignal:
 
     Part i is tokens [``max_tokens``·i // ``chunks``, ``max_tokens``·(i + 1) // ``chunks``). ``counter``: int64 [>= 1],
     ours for the channel, raised by ``chunks``. ``signals``: the word (channel, this rank) on every rank. ``arrivals``:
-    int32 [chunks], zero between launches: programs that have finished a part; the last one signals."""
+    int32 [2·chunks], zero between launches: programs that have finished a part, of which the last one signals, and
+    tiles of the part that a program has taken. Multiprocessors get unequal shares of the link; with tiles dealt out in
+    advance the slowest one would hold every part back."""
 
     chunks: int
     max_tokens: int
@@ -180,6 +182,15 @@ class ChunkSignal:
             return None, None, None, 0
         _require_plain(signal.signals)
         return signal.arrivals, signal.counter, signal.signals.base, signal.signals.offset
+
+
+@triton.jit
+def next_tile(arrivals, part, tile, parts: tl.constexpr):
+    """The tile of a part that this program moves next: the next that none has taken or, without ``arrivals``, one of
+    every so many. ``tile``: its last one, negative before the first."""
+    if arrivals is None:
+        return tl.where(tile < 0, tl.program_id(0), tile + tl.num_programs(0))
+    return tl.atomic_add(arrivals + parts + part, 1, sem="relaxed")
 
 
 @triton.jit

@@ -237,9 +237,10 @@ def launches(case: Case) -> Launch:
     """Few programs with several rows each, or many; on a GPU one block and one number of warps per shape, because each
     is compiled anew."""
     if case.device.type == "cpu":
-        return Launch(case.rng.randint(1, 5), block=case.rng.choice((None, 16)))
+        return Launch(case.rng.randint(1, 5), block=case.rng.choice((None, 16)), tile=case.rng.choice((0, 256)))
     kind = case.shape.width % 7
-    return Launch(case.rng.choice((1, 3, 7, 132, 1056)), (1, 2, 4, 8)[kind % 4], (None, 512)[kind % 2])
+    tile = case.rng.choice((0, 1 << 14))
+    return Launch(case.rng.choice((1, 3, 7, 132, 1056)), (1, 2, 4, 8)[kind % 4], (None, 512)[kind % 2], tile)
 
 
 def chunks(case: Case, most: int) -> list[tuple[int, int]]:
@@ -406,7 +407,7 @@ def check_chunk_signals(case: Case) -> None:
             max_tokens=shape.max_tokens,
             counter=counters[r],
             signals=Peers(base, offset=8 * r),
-            arrivals=torch.zeros(parts + 1, dtype=torch.int32, device=case.device),
+            arrivals=torch.zeros(2 * parts, dtype=torch.int32, device=case.device),
         )
         for r in range(world)
     ]

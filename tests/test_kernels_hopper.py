@@ -32,6 +32,7 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
     from ep_plugin.kernels import route_map_triton as route_map
     from ep_plugin.kernels import sync_triton as sync
     from ep_plugin.kernels.peers import Peers
+    from ep_plugin.kernels.triton_common import Launch
 
     class Hopper:
         """A driver that knows its target and launches nothing."""
@@ -73,6 +74,9 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
     for scale in (None, by_route):
         put_triton.put_rows(x, peers, dest, dest, scale, num_rows=100)
     put_triton.put_unique(x, peers, dest.long(), 64, experts_per_rank=8, skip_rank=1, signal=signal)
+    wide = Launch(2, warps=32, tile=1 << 16)
+    put_triton.put_unique(x, peers, dest, 64, skip_rank=1, signal=signal, launch=wide)
+    reduce_triton.pre_reduce_put(rows, local, tokens, peers, 1, by_row, signal=signal, launch=wide)
     put_triton.put_meta(dest, dest, by_route, peers, peers, 64)
     for values in (None, by_route):
         put_triton.put_values(values, peers, dest, dest, num_rows=100)
