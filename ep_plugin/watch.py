@@ -57,11 +57,11 @@ class _Who:
     def own() -> _Who:
         return _Who(Process.own(), os.readlink("/proc/self/ns/pid"))
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
     @staticmethod
-    def from_bytes(text: bytes) -> _Who:
+    def from_json(text: bytes) -> _Who:
         fields = json.loads(text)
         return _Who(Process(**fields["process"]), fields["namespace"])
 
@@ -100,7 +100,7 @@ class GroupWatch:
         store = dist.PrefixStore(f"ep_plugin/{self._group.group_name}", dist.distributed_c10d._get_default_store())
         # The ranks of a group make their watches in step, so those of one number belong together.
         self._store = dist.PrefixStore(str((store.add("watches", 1) - 1) // self.world), store)
-        self._store.set(f"who/{self.rank}", self._me.to_bytes())
+        self._store.set(f"who/{self.rank}", self._me.to_json())
 
     # Collectives
 
@@ -108,7 +108,7 @@ class GroupWatch:
         """Every rank's picklable ``own``, by rank; for the few things that are told when something is built."""
         self.check_stopped(phase)
         name = f"gather/{self._number}"
-        self._store.set(f"{name}/{self.rank}", pickle.dumps(own))
+        self._store.set(f"{name}/{self.rank}", pickle.dumps(own))  # type: ignore[arg-type]  # takes bytes as well
         keys = [f"{name}/{rank}" for rank in range(self.world)]
         if self._has_cpu:  # notices at once a peer that ends before it comes
             word = torch.zeros(self.world, dtype=torch.int64)
@@ -177,7 +177,7 @@ class GroupWatch:
 
         def tell() -> None:
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"left/{self.rank}", b"1")
+                self._store.set(f"left/{self.rank}", "1")
 
         _within(STORE_S, tell)
 
@@ -260,7 +260,7 @@ class GroupWatch:
                 if rank == self.rank:
                     continue
                 if rank not in self._who and self._store.check([f"who/{rank}"]):
-                    who = _Who.from_bytes(self._store.get(f"who/{rank}"))
+                    who = _Who.from_json(self._store.get(f"who/{rank}"))
                     with self._lock:
                         self._who[rank] = who
                 if self._store.check([f"left/{rank}"]):
