@@ -146,8 +146,8 @@ class ExpertParallelMixin:
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.handle.clip_grad_norm_(self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        return float(self.handle.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm)
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.handle.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a plain transformers checkpoint; on all ranks."""
