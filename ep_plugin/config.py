@@ -246,11 +246,8 @@ class EPConfig:
                 f"schedule.kind={self.schedule.kind!r} overlaps communication, and dispatcher='local' has none: use"
                 " 'none'"
             )
-        if self.dispatcher == "deepep" and self.weight_at == "source":
-            raise ValueError(
-                "weight_at='source' weights every route at the token, but DeepEP sums a token's rows on the expert"
-                " rank; use weight_at='hidden' or 'output'"
-            )
+        if self.dispatcher == "deepep":
+            self._validate_deepep()
         if self.dispatcher == "rowwise" and self.form == "dedup" and self.weight_at == "source":
             raise ValueError(
                 "weight_at='source' weights every route at the token, which excludes the sum on the expert rank that"
@@ -281,12 +278,20 @@ class EPConfig:
                 " transport='device': use schedule.kind='none' or transport='peer'"
             )
 
+    def _validate_deepep(self) -> None:
+        if self.weight_at == "source":
+            raise ValueError(
+                "weight_at='source' weights every route at the token, but DeepEP sums a token's rows on the expert"
+                " rank; use weight_at='hidden' or 'output'"
+            )
+        if self.schedule.kind != "none" or self.schedule.width:
+            raise ValueError(
+                f"schedule.kind={self.schedule.kind!r}, schedule.width={self.schedule.width}: DeepEP's one buffer holds"
+                " one movement at a time; use schedule.kind='none' and deepep.sms for the width"
+            )
+
     def _validate_mxfp8(self) -> None:
         self.mxfp8.validate(self.dispatcher)
-        if self.dispatcher == "deepep":
-            raise ValueError(
-                "precision='mxfp8' is not carried by dispatcher='deepep' yet; use dispatcher='rowwise' or 'block'"
-            )
         if self.weight_at == "input":
             raise ValueError(
                 "weight_at='input' multiplies rows that are already quantised under precision='mxfp8'; use 'hidden',"

@@ -28,7 +28,7 @@ from ..kernels import deepep_routes as reference
 from ..routing import RouteMap, build_route_map, count_routes, drop_metrics
 from ..watch import GroupWatch
 from .base import Arrived, Dispatcher, RouteState, span
-from .deepep_buffer import BufferShape, DeepEPBuffer, Handle, bucket_of, no_network, worst_case_rows
+from .deepep_buffer import BufferShape, DeepEPBuffer, Handle, Payload, bucket_of, no_network, worst_case_rows
 from .deepep_checks import require_deepep
 
 if TYPE_CHECKING:
@@ -102,7 +102,11 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
             hybrid=self.hybrid, timeout_s=self.config.timeout_s, device=self.device,
         )  # fmt: skip
         self.bucket = bucket
-        self.buffer.try_out()
+        self.buffer.try_out(self._sample())
+
+    def _sample(self) -> Payload | None:
+        """One token as ``_send`` gives it to DeepEP, where that is not a plain row."""
+        return None
 
     def agree(self, num_tokens: int) -> int:
         """Collective: take batches of up to the largest ``num_tokens`` of all ranks from now on; gives B, that number
@@ -210,31 +214,35 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
     # The four movements
 
     def send(self, state: DeepEPState, x: Tensor, topk_weight: Tensor, arrived: Arrived) -> tuple[Tensor, Tensor]:
+        rows, weights = self._send(state, x.contiguous(), topk_weight, arrived)
+        assert isinstance(rows, Tensor)
+        return rows, weights
+
+    def _send(self, state: DeepEPState, x: Payload, topk_weight: Tensor, arrived: Arrived) -> tuple[Payload, Tensor]:
         if state.handle is not None:
             raise RuntimeError(f"dispatch of layer {state.layer!r} was called twice for one plan")
         kernels, offsets, phase = self._kernels(), state.map.offsets, Phase("dispatch", state.layer)
         with span("weights"):
             merged = kernels.merge_weights(topk_weight, state.first)
         with span("deepep dispatch"):
-            rows, weights, state.handle = self._ready(phase).dispatch(x.contiguous(), state.ids, merged, self.bucket)
+            rows, weights, state.handle = self._ready(phase).dispatch(x, state.ids, merged, self.bucket)
             self._enqueued(phase)
         with span("rows"):
             ends = state.handle.psum_num_recv_tokens_per_expert
-            # A tensor made of the comparison would cost an allocation more; the flag is looked at in check().
             self.flags |= (ends != offsets[1:]).any() * MISPLACED
-            routes = torch.empty(rows.shape[0], dtype=torch.int64, device=rows.device)
+            routes = torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
             lines = state.handle.psum_num_recv_tokens_per_scaleup_rank[-1:]
             kernels.routes_of_rows(state.handle.recv_src_metadata, lines, routes)
             self._clear_tails(offsets, routes, weights, rows)
         arrived.route_of_row = routes
         return rows, weights
 
-    def _clear_tails(self, offsets: Tensor, routes: Tensor, weights: Tensor, rows: Tensor) -> None:
+    def _clear_tails(self, offsets: Tensor, routes: Tensor, weights: Tensor, rows: Payload) -> None:
         """Padding: no route, weight 0; rows only where ``diagnostic_fill`` asks for it."""
         kernels = self._kernels()
         kernels.fill_tail(routes, offsets[-1:], -1)
         kernels.fill_tail(weights, offsets[-1:], 0)
-        if self.config.diagnostic_fill != "none":
+        if self.config.diagnostic_fill != "none" and isinstance(rows, Tensor):
             tail = torch.arange(rows.shape[0], device=rows.device) >= offsets[-1]
             value = 0.0 if self.config.diagnostic_fill == "zero" else float("nan")
             rows.masked_fill_(tail.unsqueeze(1), value)

@@ -40,6 +40,7 @@ HANDLE_TENSORS = (
 )
 HANDLE_NUMBERS = ("num_max_tokens_per_rank", "num_recv_tokens", "num_expanded_tokens")
 HANDLE_CONSTANTS = ("do_expand", "num_experts", "expert_alignment", "num_sms", "num_recv_tokens_per_expert_list")
+Payload = Tensor | tuple[Tensor, Tensor]
 SMALLEST_BUCKET = 128
 TRAPS_LATER_S = 15
 
@@ -132,10 +133,13 @@ class DeepEPBuffer:
         """Bytes of symmetric memory, without DeepEP's workspace."""
         return int(self._buffer.num_bytes)
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weight: Tensor, bucket: int) -> tuple[Tensor, Tensor, Handle]:
+    def dispatch(
+        self, x: Payload, topk_idx: Tensor, topk_weight: Tensor, bucket: int
+    ) -> tuple[Payload, Tensor, Handle]:
         """Rows [RB, …] in expert order, dense from row 0 on, their weights float32 [RB], and the handle.
 
-        ``x`` bfloat16 [T, …] rows of any width that is a multiple of 16; ``topk_idx`` int64 [T, K] without repeated
+        ``x`` bfloat16 [T, …] rows of any width that is a multiple of 16, or float8_e4m3fn [T, D] with its scales [T, …]
+        in elements of 4 bytes; rows come as ``x`` went. ``topk_idx`` int64 [T, K] without repeated
         experts, not changed as long as the handle lives; ``topk_weight`` float32 [T, K]. Rows past the received ones
         are uninitialised in all three, and so is the order of rows within an expert undetermined."""
         rows, _, weights, raw, _ = self._buffer.dispatch(
@@ -189,17 +193,21 @@ class DeepEPBuffer:
             num_recv_tokens_per_expert_list=[],
         )
 
-    def try_out(self) -> None:
+    def try_out(self, sample: Payload | None = None) -> None:
         """Collective: move one token per rank every way, so that all kernels are compiled before a step or a graph
-        needs them. ``RuntimeError`` where the numbers are not right."""
+        needs them. ``sample``: a token of another kind that will be dispatched. ``RuntimeError`` where the numbers are
+        not right."""
         shape = self.shape
         idx = torch.arange(shape.top_k, device=self.device).unsqueeze(0) * (shape.num_experts // shape.top_k)
         weight = torch.full((1, shape.top_k), 0.5, device=self.device)
         x = torch.ones((1, shape.hidden_size), dtype=torch.bfloat16, device=self.device)
         rows, weights, handle = self.dispatch(x, idx, weight, shape.bucket)
+        assert isinstance(rows, Tensor)
         plain, _ = self.combine(rows, handle)
         again, scalars = self.combine(self.dispatch_again(x, handle), handle, weights)
         assert scalars is not None
+        if sample is not None:
+            self.dispatch(sample, idx, weight, shape.bucket)
         right = (plain == shape.top_k).all() & (again == shape.top_k).all() & (scalars == 0.5).all()
         if not bool(right):
             raise RuntimeError(
@@ -248,4 +256,13 @@ def no_network(nodes: int) -> None:
         os.environ["EP_DISABLE_GIN"] = "1"
 
 
-__all__ = ["BufferShape", "DeepEPBuffer", "Handle", "bucket_of", "check_library", "no_network", "worst_case_rows"]
+__all__ = [
+    "BufferShape",
+    "Payload",
+    "DeepEPBuffer",
+    "Handle",
+    "bucket_of",
+    "check_library",
+    "no_network",
+    "worst_case_rows",
+]

@@ -27,6 +27,7 @@ from ..heap import Heap
 from ..kernels.fan_out import fan_out_torch
 from ..kernels.mxfp8_reduce import get_reduce_records_torch
 from ..kernels.reduce import sum_routes_torch
+from .deepep import DeepEPMXFP8
 from .gemm import choose_gemm
 from .movements import MXFP8Movements, Wire, Wires
 from .rowwise import RowwiseMXFP8
@@ -143,6 +144,9 @@ class Precision:
 
     def block(self, group: dist.ProcessGroup | None, **shape: Any) -> BlockMXFP8:
         return self._with(self.wrap(BlockMXFP8)(self.config, group=group, **shape))
+
+    def deepep(self, **shape: Any) -> DeepEPMXFP8:
+        return DeepEPMXFP8(self.config, mxfp8=self.mxfp8, wires=self.wires, gemm=self.gemm, **shape)
 
     def rowwise(self, heap: Heap, **shape: Any) -> RowwiseMXFP8 | DeviceRowwiseMXFP8:
         own: dict[str, Any] = dict(heap=heap, mxfp8=self.mxfp8, wires=self.wires, gemm=self.gemm, **shape)

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_plugin.config import CapacityConfig, DeepEPConfig, EPConfig
+from ep_plugin.config import CapacityConfig, DeepEPConfig, EPConfig, LegsConfig, MXFP8Config
 from ep_plugin.dispatch import build_dispatcher, deepep_preflight
 from ep_plugin.dispatch.deepep import DeepEPDispatcher
 from ep_plugin.experts import GroupedMLP
 from ep_plugin.layer import ForeignExperts, moe_step
+from ep_plugin.mxfp8.node import mxfp8_moe_step
 from tests.gpu.deepep_rows import Exact, backward, forward, wrong
 from tests.moe import Inputs, Problem, differences, make_inputs, make_parameters, oracle
 
@@ -265,3 +266,29 @@ def test_buckets_agreed_between_forwards(ranks: Ranks) -> None:
     assert not any(any_true(errors))
     dispatcher.check()
     dispatcher.close()
+
+
+@pytest.mark.parametrize("hidden", [1024, 256], ids=["records", "elements and scales"])
+def test_mxfp8_rows_in_the_forward_dispatch(ranks: Ranks, hidden: int) -> None:
+    """Catches records that arrive cut, against the same rows in NCCL's exchange."""
+    rank, world, device = ranks
+    legs = LegsConfig(combine="bf16", combine_backward="bf16", dispatch_backward="bf16")
+    problem = problem_of(world, routes="distinct", hidden=hidden)
+    inputs, results = on(make_inputs(problem)[rank], device), []
+    for name in ("block", "deepep"):
+        dispatcher = build_dispatcher(
+            EPConfig(dispatcher=name, precision="mxfp8", mxfp8=MXFP8Config(legs=legs), max_tokens=MOST, timeout_s=40.0),
+            num_experts=E, top_k=K, hidden_size=hidden, dtype=torch.bfloat16, device=device,
+        )  # fmt: skip
+        experts = mlp(problem, rank, world, device)
+        x, w = inputs.x.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        out = mxfp8_moe_step(dispatcher, x, inputs.idx, w, experts, layer="mxfp8")
+        out.backward(inputs.upstream)
+        results.append([out.detach(), x.grad, w.grad, *(p.grad for p in experts.parameters())])
+        dispatcher.check()
+        dispatcher.close()
+    faults = []
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        error = float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-9)) if b.numel() else 0.0
+        faults += [f"tensor {i}: {error:.3g}"] if not error < 2e-2 else []
+    assert not faults
