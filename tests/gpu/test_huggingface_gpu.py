@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from ep_plugin.adapters import huggingface_replicas
 from ep_plugin.adapters.huggingface import patch_model
 from ep_plugin.adapters.huggingface_loading import from_pretrained
 from ep_plugin.adapters.huggingface_trainer import use_accelerator
@@ -41,7 +42,7 @@ def fresh_accelerate() -> None:
 
 
 def train(ranks: Ranks, config: EPConfig, folder: str, ep: int, *, resume: str | None = None, shard=False, **arguments):
-    """A run of transformers' Trainer; its log, handle's full state and the unpatched model's steps (where not resumed)."""
+    """A run of transformers' Trainer; its log, the whole model's state and the unpatched model's steps (if not resumed)."""
     from transformers import TrainingArguments
 
     from ep_plugin.adapters.huggingface_trainer import ExpertParallelTrainer
@@ -151,8 +152,9 @@ def test_accelerate_fsdp2(ranks: Ranks) -> None:
         groups.destroy()
 
 
-def test_no_gpu_holds_all_experts_while_loading(ranks: Ranks, tmp_path: Path) -> None:
+def test_no_gpu_holds_all_experts_while_loading(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a loader that puts the whole model on the GPU before it keeps a part."""
+    monkeypatch.setattr(huggingface_replicas, "CHUNK", 1 << 16)  # its comparison of ranks takes more than the experts
     rank, world, device = ranks
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
@@ -169,8 +171,7 @@ def test_no_gpu_holds_all_experts_while_loading(ranks: Ranks, tmp_path: Path) ->
     peak = torch.cuda.max_memory_allocated(device) - before
     for name, p in handle.model.named_parameters():
         assert torch.equal(p.cpu(), own(name, whole.get_parameter(name), handle)), name
-    room = 400 << 20  # the comparison of ranks: int64 chunks of 32 MiB
-    assert peak < dense + 1.3 * experts / world + room
+    assert peak < dense + 0.8 * experts, (peak, dense, experts)
     handle.close()
     groups.destroy()
 
