@@ -381,7 +381,8 @@ class LongcatFlash(Family):
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             identity = top_k_index >= experts
-            weight = (top_k_weights * identity).sum(-1, keepdim=True)
+            dtype = torch.promote_types(top_k_weights.dtype, hidden_states.dtype)
+            weight = (top_k_weights.to(dtype) * identity).sum(-1, keepdim=True)
             out = route(hidden_states, top_k_index.masked_fill(identity, -1), top_k_weights)
             return out + (hidden_states * weight).to(out.dtype)
 

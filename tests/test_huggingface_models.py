@@ -1,0 +1,171 @@
+"""Every MoE architecture of transformers 5: patched, it trains like the unpatched model, and its checkpoint loads there."""
+
+from __future__ import annotations
+
+import os, time
+import tempfile
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ep_plugin.adapters.huggingface import PatchedModel, patch_model
+from ep_plugin.config import EPConfig
+from ep_plugin.topology import ProcessGroups, layout
+from tests.hf_architectures import ROUNDS, TINY, build, forward, tokens
+
+CONFIG = EPConfig(timeout_s=60)
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Three steps of the unpatched model on the batches of all ranks."""
+
+    losses: list[list[float]]  # by step and rank
+    logits: list[list[Tensor]]
+    gradients: dict[str, Tensor]  # of the first step
+    parameters: dict[str, Tensor]  # after the last
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # A large eps: where a gradient is zero but for rounding, AdamW would else step by the sign of the rounding.
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def reference(model: nn.Module, world: int) -> Reference:
+    optimizer = optimizer_of(model)
+    losses, logits, gradients = [], [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append([])
+        logits.append([])
+        for rank in range(world):
+            out, loss = forward(model, tokens(step, rank), seed=100 * step + rank)
+            (loss / world).backward()
+            losses[-1].append(loss.item())
+            logits[-1].append(out.detach())
+        for name, p in model.named_parameters():
+            if p.grad is None and ".experts.expert_" in name:  # a module that no token met; a row of zeros elsewhere
+                p.grad = torch.zeros_like(p)
+        if not step:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return Reference(losses, logits, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def own(handle: PatchedModel, name: str, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor of the unpatched model."""
+    part = handle.parts.get(name)
+    if part is None or part.share.expert is not None:
+        return whole
+    return part.share.own(whole, handle.groups.layout.ep_mp, dist.get_rank(handle.groups.ep_mp))
+
+
+def difference(got: Tensor, wanted: Tensor, floor: float = 1e-30) -> float:
+    """Largest difference, relative to the largest entry of ``wanted`` or to ``floor``."""
+    assert got.shape == wanted.shape, (got.shape, wanted.shape)
+    return ((got - wanted).abs().max() / wanted.abs().max().clamp(min=floor)).item() if wanted.numel() else 0.0
+
+
+def check(rank: int, world: int, names: list[str], ep: int, config: EPConfig, save: bool) -> dict[str, str]:
+    """Train each architecture, patched and not; by name, what was wrong, or ''."""
+    groups = ProcessGroups.create(layout(world, ep=ep))
+    found = {}
+    for name in names:
+        start = time.process_time()
+        wrong = check_one(rank, world, name, groups, config, save)
+        if "EPTIME" in os.environ and rank == 0: print(name, round(time.process_time() - start, 2), flush=True)
+        found[name] = "; ".join(f"{what}: {value:.1e}" for what, value in wrong.items())
+    groups.destroy()
+    return found
+
+
+def check_one(
+    rank: int, world: int, name: str, groups: ProcessGroups, config: EPConfig, save: bool
+) -> dict[str, float]:
+    expected = reference(build(name), world)
+    model = build(name)
+    names = [key for key, _ in model.named_parameters()]
+    whole = sum(p.numel() for p in model.parameters())
+    handle = patch_model(model, config, groups)
+    sharded = sum(part.shape.numel() for part in handle.parts.values())
+    held = sum(p.numel() for p in handle.expert_parameters.values())
+    assert sharded and held * groups.layout.ep_mp == sharded, f"{name}: not P_E / M_E"
+    assert sum(p.numel() for p in model.parameters()) == whole - sharded + held
+    assert set(handle.expert_parameters) <= set(handle.parts) <= set(names)
+    optimizer = optimizer_of(model)
+    handle.attach(optimizer)
+    largest = max(float(g.abs().max()) for g in expected.gradients.values())
+    worst: dict[str, float] = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        out, loss = forward(model, tokens(step, rank), seed=100 * step + rank)
+        loss.backward()
+        handle.sync_gradients()
+        worst[f"loss {step}"] = abs(loss.item() - expected.losses[step][rank]) / max(1.0, expected.losses[step][rank])
+        worst[f"logits {step}"] = difference(out.detach(), expected.logits[step][rank])
+        if not step:
+            for key, p in model.named_parameters():
+                if p.grad is None:
+                    assert not bool(expected.gradients.get(key, torch.zeros(1)).any()), f"{name}: {key} has no gradient"
+                else:
+                    wanted = own(handle, key, expected.gradients[key])
+                    worst[f"gradient of {key}"] = difference(p.grad, wanted, floor=1e-4 * largest)
+        optimizer.step()
+    for key, p in model.named_parameters():
+        worst[f"{key} after {STEPS} steps"] = difference(p.detach(), own(handle, key, expected.parameters[key]), 1e-2)
+    if save:
+        worst |= save_and_load(name, model, handle)
+    handle.close()
+    limit = TINY[name].tolerance
+    return {what: value for what, value in worst.items() if not value <= (limit if "after" not in what else 10 * limit)}
+
+
+def save_and_load(name: str, model: nn.Module, handle: PatchedModel) -> dict[str, float]:
+    """Save the patched model; its checkpoint, loaded without us, must hold the same and compute the same."""
+    state = handle.full_state_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = None
+        if state:
+            model.save_pretrained(folder, state_dict=dict(state))  # which takes out what it has written
+            loaded = type(model).from_pretrained(
+                folder, dtype=TINY[name].dtype, attn_implementation="eager", experts_implementation="eager"
+            ).train()
+    out, _ = forward(model, tokens(9, 0), seed=9)
+    if loaded is None:
+        return {}
+    again = loaded.state_dict()
+    missing = state.keys() ^ again.keys()
+    worst = {f"{key} is not in both": float("inf") for key in missing}
+    for key in state.keys() - missing:  # transformers loads some parameters in float32 whatever they were
+        worst[f"{key} reloaded"] = float(not torch.equal(again[key], state[key].to(again[key].dtype)))
+    logits = difference(forward(loaded, tokens(9, 0), seed=9)[0].detach(), out.detach())
+    return worst | {"logits reloaded": 0.0 if logits < ROUNDS else logits}
+
+
+@pytest.mark.slow
+def test_every_architecture_trains_and_saves_like_the_unpatched_model(pool):
+    """Catches a layout read wrongly, weights applied at another place, and a checkpoint with another order or name."""
+    report(pool.run(check, 2, list(TINY), 2, CONFIG, True, timeout=400))
+
+
+REPRESENTATIVE = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "dbrx", "longcat_flash", "jetmoe"]
+REPRESENTATIVE += ["switch_transformers", "nllb_moe", "nemotron_h", "muse_spark"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_architectures_of_every_form_on_four_ranks(pool, ep):
+    """Catches replicas of experts that are not summed, or summed twice, in the forms that differ."""
+    config = replace(CONFIG, dispatcher="block") if ep == 2 else CONFIG
+    report(pool.run(check, 4, REPRESENTATIVE, ep, config, ep == 4, timeout=400))
+
+
+def report(found: list[dict[str, str]]) -> None:
+    wrong = {name: text for by_rank in found for name, text in by_rank.items() if text}
+    passing = [name for name in found[0] if name not in wrong]
+    print(f"{len(passing)} architectures train like the unpatched model: {', '.join(passing)}")
+    assert not wrong, "\n".join(f"{name}: {text[:600]}" for name, text in wrong.items())
