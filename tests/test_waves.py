@@ -6,13 +6,21 @@ Legend: T tokens of a rank, K routes per token, E experts, D hidden size, W wave
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
-from ep_plugin.config import POLICIES, ScheduleConfig
+from ep_plugin.config import EPConfig, LegsConfig, MXFP8Config, ScheduleConfig
+from ep_plugin.experts import Activation, GroupedMLP
+from ep_plugin.heap import HeapAborted
+from ep_plugin.layer import ForeignExperts, moe_step
 from tests.moe import (
     PATHS,
+    Inputs,
     Problem,
     differences,
     make_experts,
@@ -66,16 +74,195 @@ def ways() -> list[tuple[str, str]]:
     return [(p, w) for p, w in itertools.product(PATHS, places) if (p, w) != ("dedup", "source")]
 
 
-@pytest.mark.parametrize("tokens", [(5, 0), TOKENS], ids=lambda tokens: f"{len(tokens)} ranks")
-def test_every_path_and_weight_place_in_float64(pool, tokens):
+def test_every_path_and_weight_place_in_float64(pool):
     """Fault: any wrong term of a wave, forward or backward; a gradient that is lost between waves or counted in two; a
     wave of no tokens that is left out on one rank alone."""
-    cases = [(*way, Problem(tokens), s) for way in ways() for s in schedules(3)]
-    assert_right(pool, cases)
+    token, expert = schedules(3)
+    cases = [(*way, Problem(TOKENS), token) for way in ways()]
+    cases += [(path, place, Problem(TOKENS), expert) for path in PATHS for place in ("hidden", "output")]
+    cases += [(path, "hidden", Problem((5, 0)), schedules(4, by=("token",))[0]) for path in PATHS]
+    assert_right(pool, [case for case in cases if case[2].world == 4])
+    assert_right(pool, [case for case in cases if case[2].world == 2])
 
 
 def test_capacity_is_that_of_the_whole_batch(pool):
     """Fault: quotas are applied to each wave, so that another set of routes is dropped than without waves."""
-    problems = [Problem(TOKENS, policy=policy, factor=f) for policy in POLICIES for f in (0.5, 1.1)]
-    cases = [(path, "hidden", problem, s) for path in PATHS for problem in problems for s in schedules(2)]
+    problems = [Problem(TOKENS, policy=policy, factor=0.6) for policy in ("rank", "source", "expert")]
+    assert_right(pool, [(path, "hidden", problem, s) for path in PATHS for problem in problems for s in schedules(2)])
+
+
+def test_route_sets(pool):
+    """Fault: a wave, a rank or an expert without rows; buffers that grow between the waves of a batch."""
+    problems = [
+        Problem((0, 0, 1, 0)),
+        Problem((6, 2, 5, 0), "to_last_rank"),
+        Problem((4, 3, 0, 5), "one_expert", dtype=torch.bfloat16, weight_dtype=torch.float32),
+        Problem((4, 3, 0, 2), "none"),
+        Problem((4, 200, 0, 1), hidden=8, width=4, top_k=2, strided=True),
+    ]
+    cases = [(path, "hidden", problem, schedules(2)[0]) for path in PATHS for problem in problems]
+    cases += [("dedup", "hidden", problem, schedules(2)[1]) for problem in problems]
     assert_right(pool, cases)
+
+
+def identity(problem: Problem, rank: int, world: int) -> GroupedMLP:
+    """Experts whose products are exact whatever their order: y = max(x, 0)."""
+    local = problem.num_experts // world
+    eye = torch.eye(problem.hidden, dtype=problem.dtype).expand(local, -1, -1)
+    up, down = (torch.nn.Parameter(eye.clone()) for _ in range(2))
+    return GroupedMLP.from_parameters(up, down, activation=Activation("relu", gated=False))
+
+
+def run_bits(rank: int, world: int, problem: Problem) -> list[str]:
+    """The same bits as without waves, and one lease for each layer of two."""
+    wrong = []
+    mine = make_inputs(problem)[rank]
+
+    def step(d: Any, experts: GroupedMLP, run: Callable[..., Any] = moe_step) -> list[torch.Tensor]:
+        x, w = mine.x.detach().requires_grad_(), mine.weight.detach().requires_grad_()
+        experts.zero_grad()
+        out = run(d, x, mine.idx, w, experts, layer="a")
+        if run is not moe_step and d.stats().get("slots_in_use"):
+            wrong.append(f"rank {rank}: a checkpointed step holds a slot")
+        out.backward(mine.upstream)
+        return [out.detach(), x.grad, w.grad, experts.up.grad.clone(), experts.down.grad.clone()]
+
+    def checkpointed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return checkpoint(moe_step, *args, use_reentrant=False, **kwargs)
+
+    for path in PATHS:
+        plain = problem.dispatcher(path)
+        waves = problem.dispatcher(path, schedule=ScheduleConfig("wave_overlapped", 3))
+        experts = identity(problem, rank, world)
+        want = step(plain, experts)
+        for what, got in (("", step(waves, experts)), (", checkpointed", step(waves, experts, checkpointed))):
+            for name, a, b in zip(("out", "dx", "dweight", "dup", "ddown"), got, want, strict=True):
+                if not same_bits(a, b):
+                    wrong.append(f"rank {rank}, {path}{what}: {name} differs by {(a - b).abs().max()}")
+        x = mine.x.detach().requires_grad_()
+        first = moe_step(waves, x, mine.idx, mine.weight, experts, layer="first")
+        second = moe_step(waves, first, mine.idx, mine.weight, experts, layer="second")
+        second.backward(mine.upstream)
+        del first, second
+        stats = waves.stats()
+        if stats.get("slots_peak", 2) != 2 or stats.get("slots_in_use"):
+            wrong.append(f"rank {rank}, {path}: two layers leased {stats}")
+        plain.close()
+        waves.close()
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_same_bits_as_without_waves(pool, dtype):
+    """Fault: a sum in another order or rounded once more, the sums of weight gradients among them; a recompute that
+    gives other rows; a slot for each wave, or one that outlives its step."""
+    problem = Problem(TOKENS, hidden=8, dtype=dtype)
+    wrong = [line for lines in pool.run(run_bits, problem.world, problem, timeout=120) for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    problem = Problem((3, 4))
+    mine = make_inputs(problem)[rank]
+    said = []
+
+    def refused(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+
+    def build(path: str, **schedule: Any) -> Any:
+        return problem.dispatcher(path, schedule=ScheduleConfig(**schedule))
+
+    refused(lambda: build("block", kind="wave_overlapped", waves=7, by="expert"))
+    refused(lambda: build("block", width=16))
+    waves = build("block", kind="wave_overlapped")
+    foreign = ForeignExperts(lambda rows, expert, weights: rows)
+    refused(lambda: moe_step(waves, mine.x, mine.idx, mine.weight, foreign))
+    refused(lambda: waves.plan(mine.idx))
+    waves.close()
+    return said
+
+
+def test_refusals(pool):
+    """Fault: a case that waves cannot take fails later, elsewhere or silently."""
+    for said in pool.run(refusals, 2, timeout=60):
+        for words in (
+            "schedule.waves=7 by expert, but a rank has 6 experts",
+            "schedule.width=16: the width of dispatcher='block'",
+            "needs experts that this project computes (experts.GroupedMLP), not ForeignExperts",
+            "plan was called by itself, but schedule.kind='wave_overlapped'",
+        ):
+            assert any(words in line for line in said), (words, said)
+    for schedule, words in (
+        (ScheduleConfig("waves"), "schedule.kind='waves' is not one of"),
+        (ScheduleConfig("wave_overlapped", 0), "schedule.waves=0 must be 1 to 64"),
+        (ScheduleConfig(by="rank"), "schedule.by='rank' is not one of"),
+        (ScheduleConfig("auto"), "set schedule.table to a file that ep-bench waves wrote"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            EPConfig(schedule=schedule).validate()
+    with pytest.raises(ValueError, match="dispatcher='local' has none"):
+        EPConfig(dispatcher="local", schedule=ScheduleConfig("wave_overlapped")).validate()
+
+
+def fail_on_one_rank(rank: int, world: int) -> str:
+    problem = Problem((3, 4))
+    mine = make_inputs(problem)[rank]
+    waves = problem.dispatcher("dedup", schedule=ScheduleConfig("wave_overlapped"))
+    experts = make_experts(problem, rank, world)
+    run_step(waves, experts, mine)
+    x = mine.x.float() if rank == 1 else mine.x
+    try:
+        run_step(waves, experts, Inputs(x, mine.idx, mine.weight, mine.upstream), layer="layers.3")
+    except (ValueError, HeapAborted) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_a_rank_that_rejects_its_input_stops_the_others(pool):
+    """Fault: its peers wait for a wave that never comes."""
+    other, own = pool.run(fail_on_one_rank, 2, timeout=60)
+    assert "x has dtype torch.float32" in own
+    assert other.startswith("HeapAborted") and "layers.3" in other
+
+
+MX = Problem((5, 0, 9, 3), num_experts=8, top_k=3, hidden=64, width=32, dtype=torch.bfloat16)
+LEGS = (LegsConfig(), LegsConfig("mxfp8", "bf16", "bf16", "bf16"))
+
+
+def check_mxfp8(rank: int, world: int, cases: list[tuple[str, str, ScheduleConfig, LegsConfig]]) -> list[str]:
+    """Waves against the step without them, both with MXFP8 rows."""
+    wrong = []
+    experts, mine = make_experts(MX, rank, world), make_inputs(MX)[rank]
+    for path, weight_at, schedule, legs in cases:
+        settings = dict(precision="mxfp8", mxfp8=MXFP8Config(legs=legs))
+        plain, waves = (MX.dispatcher(path, weight_at, schedule=s, **settings) for s in (ScheduleConfig(), schedule))
+        want = run_step(plain, experts, mine)
+        first, second = (run_step(waves, experts, mine) for _ in range(2))
+        for f in fields(first):
+            a, b = getattr(first, f.name).double(), getattr(want, f.name).double()
+            # By expert a token's sum is quantised once more for each wave.
+            loose = schedule.by == "expert" and f.name in ("out", "dx")
+            error = float((a - b).abs().max() / b.abs().max().clamp(min=1.0)) if b.numel() else 0.0
+            if not error <= (0.1 if loose else 0.01):
+                wrong.append(f"rank {rank}, {path}, {weight_at}, {schedule}, {legs}: {f.name}: {error:.3g}")
+            if not same_bits(getattr(first, f.name), getattr(second, f.name)):
+                wrong.append(f"rank {rank}, {path}, {weight_at}, {schedule}, {legs}: {f.name} of the second step")
+        stats = waves.stats()
+        if stats.get("slots_in_use") or stats.get("slots_peak", 1) > 1:
+            wrong.append(f"rank {rank}, {path}, {schedule}: leases {stats}")
+        plain.close()
+        waves.close()
+    return wrong
+
+
+def test_mxfp8_rows(pool):
+    """Fault: a phase of the MXFP8 node is left out, runs for the wrong wave, or reads rows that gradients replaced."""
+    token, expert = schedules(2)
+    cases = [(path, "hidden", token, legs) for path in PATHS for legs in LEGS]
+    cases += [("route", "source", token, LEGS[0]), ("dedup", "output", token, LEGS[0])]
+    cases += [("dedup", "hidden", expert, LEGS[0]), ("block", "hidden", expert, LEGS[0])]
+    wrong = [line for lines in pool.run(check_mxfp8, MX.world, cases, timeout=300) for line in lines]
+    assert not wrong, f"{len(wrong)} faults\n" + "\n".join(wrong[:20])

@@ -36,15 +36,14 @@ from .split import Wave, WholeRows, whole_rows
 class Step:
     """The arguments of one call that autograd does not see.
 
-    ``states``: of the waves planned so far; ``plan`` makes that of another one from its x. ``mlp``: without parameters
-    of its own gradient. ``ordered``: rows of an expert are in the order (source, t·K+k)."""
+    ``states``: of the waves planned so far; ``plan`` makes that of another one from its x. ``ordered``: rows of an
+    expert are in the order (source, t·K+k)."""
 
     inner: Dispatcher[Any]
     lanes: Lanes
     layer: str
     waves: list[Wave]
     by: str
-    mlp: WaveMLP
     plan: Callable[[int, Tensor], RouteState]
     ordered: bool
     states: list[RouteState] = field(default_factory=list)
@@ -91,6 +90,7 @@ class WaveExperts(torch.autograd.Function):
         up_bias: Tensor | None,
         down_bias: Tensor | None,
         step: Step,
+        mlp: WaveMLP,
     ) -> Tensor:
         needs = ctx.needs_input_grad
         inner, layer, waves, weight_at = step.inner, step.layer, step.waves, step.inner.config.weight_at
@@ -115,8 +115,7 @@ class WaveExperts(torch.autograd.Function):
                 s, wave = sent[i], waves[i]
                 with inner.guard("experts", layer), pipeline.spared():
                     offsets = s.state.map.offsets[wave.first : wave.last + 1]
-                    mlp = step.mlp.of(wave.experts)
-                    made = mlp.forward(s.rows, s.weights, offsets, s.state.num_rows, s.arrived.output)
+                    made = mlp.of(wave.experts).forward(s.rows, s.weights, offsets, s.state.num_rows, s.arrived.output)
                 s.y, s.projected, s.arrived.output = made.y, made.projected, None
                 if s.arrived.rebuild is not None:
                     s.rows = s.rows[:0]  # where rows can be made again, they are free now
@@ -148,7 +147,7 @@ class WaveExperts(torch.autograd.Function):
             again = None if rebuild is None else rebuild.rows  # the function alone: it must hold no tensor
             kept.append(_Kept(waves[i], type(s.state), again, (len(tensors), len(rows_kept))))
         ctx.step = (inner, step.lanes, layer, step.by, step.ordered, kept)
-        ctx.mlp = (step.mlp.activation, step.mlp.transposed, step.mlp.backend, step.mlp.dtype)
+        ctx.mlp = (mlp.activation, mlp.transposed, mlp.backend, mlp.dtype)
         ctx.weight_dtype = topk_weight.dtype
         out = joined(outs, step.by)
         # Last: a recompute under checkpointing may end here.
@@ -228,7 +227,7 @@ class _Backward:
             self.placed: Mark = None
             drive(pipeline, len(self.waves), self.combine, self.experts, self.dispatch, self.after_experts)
             pipeline.run(EXPERTS, self.weight_gradients, self.placed)
-        need_x, need_weight, need_up, need_down, need_up_bias, need_down_bias, _ = self.needs
+        need_x, need_weight, need_up, need_down, need_up_bias, need_down_bias = self.needs[:6]
         dx = joined(self.dx, self.by) if need_x else None
         dweight = joined(self.dweight, self.by).to(self.weight_dtype) if need_weight else None
         dup, ddown = self._projections()
@@ -239,6 +238,7 @@ class _Backward:
             ddown if need_down else None,
             self._bias("up_bias") if need_up_bias else None,
             self._bias("down_bias") if need_down_bias else None,
+            None,
             None,
         )
 
@@ -339,6 +339,15 @@ class _Backward:
         return total.to(getattr(self.mlp, name).dtype)
 
 
+def rows_of_all(states: list[Any], bounds: list[int], inner: Dispatcher[Any], ordered: bool) -> WholeRows:
+    """``whole_rows`` of the waves with these ``states``, whose tensors hold ``bounds`` rows; ``ordered`` as in Step."""
+    segments = None
+    if ordered:
+        me, world = inner.rank, inner.world
+        segments = [state.map.accepted.view(world, world, -1)[:, me].t() for state in states]
+    return whole_rows([state.map.offsets for state in states], bounds, segments)
+
+
 class Whole:
     """The factors of the weight gradients over the rows of all waves: memory for them, and what fills it."""
 
@@ -346,12 +355,7 @@ class Whole:
         self, waves: list[Unpacked], mlp: WaveMLP, inner: Dispatcher[Any], ordered: bool, needs: tuple[bool, ...]
     ) -> None:
         self.waves, self.mlp, self.needs = waves, mlp, needs
-        segments = None
-        if ordered:
-            me, world = inner.rank, inner.world
-            segments = [w.state.map.accepted.view(world, world, -1)[:, me].t() for w in waves]
-        offsets = [w.state.map.offsets for w in waves]
-        self.where: WholeRows = whole_rows(offsets, [w.bound for w in waves], segments)
+        self.where = rows_of_all([w.state for w in waves], [w.bound for w in waves], inner, ordered)
         numbers = [w.state.num_rows for w in waves]
         self.num_rows = None if None in numbers else sum(n for n in numbers if n is not None)
         device, dtype, bound = mlp.up.device, mlp.dtype, self.where.bound

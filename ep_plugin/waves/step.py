@@ -47,7 +47,7 @@ class WaveDispatcher(Dispatcher[RouteState]):
             world=inner.world,
         )
         self.inner: Any = inner
-        self.name = inner.name
+        self.name, self.can_overflow = inner.name, inner.can_overflow
         schedule = config.schedule
         spare = min(schedule.width or SPARE // 2, SPARE) if schedule.spare is None else schedule.spare
         self.lanes = Lanes(
@@ -179,35 +179,40 @@ def wave_moe_step(
         state: RouteState = inner.plan_wave(wave, waves[wave].topk_idx, layer, own)
         return state
 
-    dtype = product_dtype(x, mlp.up, mlp.up_bias)
-    step = Step(
-        inner,
-        dispatcher.lanes,
-        layer,
-        waves,
-        dispatcher.schedule.by,
-        WaveMLP(
-            mlp.up.detach(),
-            mlp.down.detach(),
-            None if mlp.up_bias is None else mlp.up_bias.detach(),
-            None if mlp.down_bias is None else mlp.down_bias.detach(),
-            mlp.activation,
-            mlp.transposed,
-            dispatcher.config.weight_at,
-            choose_backend(mlp.backend, x, mlp.up, dtype),
-            dtype,
-        ),
-        plan,
-        ordered=inner.name != "deepep",
-    )
+    step = Step(inner, dispatcher.lanes, layer, waves, dispatcher.schedule.by, plan, ordered=inner.name != "deepep")
     if not inner.lazy:
         for i, wave in enumerate(waves):
             step.state(i, x.detach()[wave.tokens])
-    out: Tensor = WaveExperts.apply(x, topk_weight, mlp.up, mlp.down, mlp.up_bias, mlp.down_bias, step)
+    parameters = (mlp.up, mlp.down, mlp.up_bias, mlp.down_bias)
+    out: Tensor
+    if dispatcher.config.precision == "mxfp8":
+        from .mxfp8 import WaveMXFP8, check_width
+
+        with dispatcher.guard("check", layer):
+            check_width(mlp)
+        out = WaveMXFP8.apply(x, topk_weight, *parameters, step, mlp.activation, mlp.transposed)
+    else:
+        out = WaveExperts.apply(x, topk_weight, *parameters, step, _detached(mlp, x, dispatcher.config.weight_at))
     if observe is not None:
         with dispatcher.guard("observe", layer):
             observe(dispatcher.merged(layer, waves, step.states, found))
     return out
+
+
+def _detached(mlp: ExpertMLP, x: Tensor, weight_at: str) -> WaveMLP:
+    """The experts without their parameters' own gradients, for rows like ``x``."""
+    dtype = product_dtype(x, mlp.up, mlp.up_bias)
+    return WaveMLP(
+        mlp.up.detach(),
+        mlp.down.detach(),
+        None if mlp.up_bias is None else mlp.up_bias.detach(),
+        None if mlp.down_bias is None else mlp.down_bias.detach(),
+        mlp.activation,
+        mlp.transposed,
+        weight_at,
+        choose_backend(mlp.backend, x, mlp.up, dtype),
+        dtype,
+    )
 
 
 def _parameters(dispatcher: WaveDispatcher, experts: Any) -> ExpertMLP:
@@ -227,7 +232,6 @@ def build_waves(
     build: Callable[..., Dispatcher[Any]],
     *,
     expert_width: int | None,
-    precision: str = "plain",
     **shape: Any,
 ) -> Dispatcher[Any]:
     """The dispatcher for ``config.schedule``: a ``WaveDispatcher``, or an ordinary one for ``none``.
@@ -245,7 +249,7 @@ def build_waves(
             dtype=str(shape["dtype"]).removeprefix("torch."),
             dispatcher=config.dispatcher,
             form=config.form if config.dispatcher == "rowwise" else "",
-            precision=precision,
+            precision=config.precision,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             **sizes,
         ),
@@ -254,6 +258,12 @@ def build_waves(
     agree(config, group)
     if schedule.kind == "none":
         return build(replace(widened(config), schedule=ScheduleConfig()), **shape)
+    in_place = config.precision == "mxfp8" and config.dispatcher == "rowwise" and config.form == "route"
+    if in_place and device.type != "cpu":
+        raise ValueError(
+            f"schedule.kind={schedule.kind!r} with precision='mxfp8' and form='route' on GPUs: gradients take the place"
+            " of the dispatched rows there, in a slot that all waves share; use form='dedup'"
+        )
     if schedule.by == "expert":
         expert_edges(shape["num_experts"] // world, schedule.waves)
     inner_config = wave_config(config, top_k=shape["top_k"], num_experts=shape["num_experts"])

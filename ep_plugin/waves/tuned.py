@@ -25,7 +25,8 @@ NEAR = 1.5  # a batch counts as measured if its tokens are within this factor of
 @dataclass(frozen=True)
 class Shape:
     """What a schedule is chosen for. ``tokens``: of a rank, None where it is not known; ``width``: F of an expert, None
-    likewise; ``ep``: ranks; ``form``: of rowwise, else empty; ``precision``: ``plain`` or ``mxfp8``."""
+    likewise; ``ep``: ranks; ``form``: of rowwise, else empty; ``precision``: ``bf16`` or
+    ``mxfp8``."""
 
     tokens: int | None
     hidden_size: int
