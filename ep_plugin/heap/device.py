@@ -42,6 +42,8 @@ from .base import (
 
 logger = logging.getLogger(__name__)
 
+SPARE = 8  # a word between the abort word and the counters
+
 OTHER_WAYS = (
     "Keep the EP group where they do, or use dispatcher='deepep', dispatcher='block', or transport='device' with"
     " heap='nvshmem'"
@@ -190,7 +192,7 @@ class DeviceHeap(Heap):
         """Signals through NVSHMEM once before they matter: their kernels are then compiled and know the world, which
         takes seconds and may have to wait for a kernel that spins, when an abort must reach the peers."""
         phase = Phase("open", f"heap {self.name!r}")
-        self._signalling.set_abort(self._at(0), 0)  # all is well, as before
+        self._signalling.set_abort(self._at(SPARE), self._abort_value(self._code(phase)))  # which nobody looks at
         record = torch.full((1,), self.rank, dtype=torch.int64, device=self.device)
         everyone = self.exchange(record, channel=INTERNAL, phase=phase)
         self.barrier(phase)
