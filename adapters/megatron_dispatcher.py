@@ -255,6 +255,10 @@ class PluginTokenDispatcher(MoETokenDispatcher):
         step.hidden = None
         dispatcher, state, step.arrived = self._dispatcher(x), step.state, Arrived()
         self._wait_shared_experts()
+        if self.fused:
+            if self.shared_experts is not None:
+                self.shared_experts.linear_fc1_forward_and_act(x)
+            return x, probs
         rows, weights = ExactDispatch.apply(x, probs, dispatcher, state, step.arrived, self._rows_known)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(rows)
@@ -330,7 +334,7 @@ class PluginTokenDispatcher(MoETokenDispatcher):
         step = self._current("token_combine")
         dispatcher, state = self._dispatcher(hidden_states), step.state
         self._wait_shared_experts()
-        out: Tensor = ExactCombine.apply(hidden_states, dispatcher, state)
+        out: Tensor = hidden_states if self.fused else ExactCombine.apply(hidden_states, dispatcher, state)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(out)
             self.shared_experts.post_forward_comm()
@@ -343,6 +347,15 @@ class PluginTokenDispatcher(MoETokenDispatcher):
         step, self._step = self._current("combine_postprocess"), None
         out = hidden_states.view(step.shape)
         return out if self.shared_experts is None else out + self.shared_experts.get_output()
+
+    @property
+    def fused(self) -> bool:
+        """Whether one node moves the rows and computes the experts: tokens stay tokens through all six calls."""
+        return self.shared.config.precision == "mxfp8"
+
+    def planned(self, x: Tensor) -> tuple[Dispatcher[Any], RouteState]:
+        """The dispatcher of the tokens ``x`` [T, H] and the routes of the forward under way, for our fused experts."""
+        return self._dispatcher(x), self._current("experts").state
 
     def dispatched(self, rows: Tensor, weights: Tensor) -> Dispatched:
         """The rows and weights of the forward under way, for our experts."""

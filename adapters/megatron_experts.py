@@ -61,9 +61,15 @@ class PluginExperts:
         return self._descending
 
     def __call__(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Rows [N, H] and their probabilities [N] → ([N, H], None), as Megatron's experts."""
-        dispatched = self.dispatcher.dispatched(rows, probs)
+        """Rows [N, H] and their probabilities [N] → ([N, H], None), as Megatron's experts; where the dispatcher is
+        ``fused``, tokens [T, H] and the probabilities of their routes [T, K] → tokens [T, H]."""
         (up, up_bias), (down, down_bias) = (projection.stacked() for projection in self.projections)
+        if self.dispatcher.fused:
+            from ..mxfp8 import mxfp8_mlp
+
+            planned, biases = self.dispatcher.planned(rows), {"up_bias": up_bias, "down_bias": down_bias}
+            return mxfp8_mlp(*planned, rows, probs, up, down, activation=self.activation, **biases), None
+        dispatched = self.dispatcher.dispatched(rows, probs)
         y = grouped_mlp(
             dispatched,
             up,

@@ -34,6 +34,8 @@ def check_options(config: Any, ep: EPConfig, experts: str, *, ep_size: int, etp_
             "moe_paged_stash and moe_expert_rank_capacity_factor belong to Megatron's own backends: leave them off and"
             " set capacity.policy and capacity.factor of the EPConfig instead"
         )
+    if ep.precision == "mxfp8":
+        _check_mxfp8(config, experts)
     _check_graphs(config, experts)
     offloaded = getattr(config, "offload_modules", None) or ()
     if ep.dispatcher == "rowwise" and ep.form == "route" and "expert_fc1" in offloaded:
@@ -42,6 +44,30 @@ def check_options(config: Any, ep: EPConfig, experts: str, *, ep_size: int, etp_
         )
     if experts == "plugin":
         _check_plugin_experts(config, etp_size)
+
+
+def _check_mxfp8(config: Any, experts: str) -> None:
+    if experts != "plugin":
+        raise ValueError(
+            f"precision='mxfp8' moves rows and computes the experts in one node, but experts={experts!r} leaves them to"
+            " Megatron: use experts='plugin', or precision='bf16' (with Megatron's own fp8 recipe, if wanted)"
+        )
+    for name in ("fp8", "fp4"):
+        recipe = getattr(config, name, None)
+        if recipe:
+            raise ValueError(
+                f"{name}={recipe!r} quantises Megatron's own modules, the experts' weights among them, which"
+                f" precision='mxfp8' quantises itself: turn {name} off, or use precision='bf16' with experts='megatron'"
+            )
+    if config.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm runs dispatch, experts and combine apart, but precision='mxfp8' makes"
+            " them one autograd node: turn it off"
+        )
+    widths = {"hidden_size": config.hidden_size, "moe_ffn_hidden_size": config.moe_ffn_hidden_size}
+    for name, width in widths.items():
+        if width is not None and width % 32:
+            raise ValueError(f"{name}={width}: precision='mxfp8' quantises blocks of 32 values; use a multiple of 32")
 
 
 def _check_graphs(config: Any, experts: str) -> None:
