@@ -17,6 +17,7 @@ K, M, T = 8, 2, 64
 WIDTHS = (2048, 4096, 7168, 33)
 MOVERS = ("put_rows", "put_unique", "fan_out", "pre_reduce_put", "sum_partials", "get_reduce", "copy_prefix")
 SCALARS = ("put_meta", "put_values", "put_scalars", "take_scalars", "get_values", "fill_tail")
+DENSE = ("dense_routes", "dense_routes_backward")
 SIGNALS = ("post", "wait", "send", "receive", "set_abort")
 ROUTE_MAP = ("count", "offsets_and_record", "accept", "build")
 
@@ -28,7 +29,14 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
     from triton.runtime.jit import JITFunction
 
     from ep_plugin.config import CapacityConfig
-    from ep_plugin.kernels import copy_triton, fan_out_triton, put_triton, reduce_triton, scalars_triton
+    from ep_plugin.kernels import (
+        copy_triton,
+        dense_routes_triton,
+        fan_out_triton,
+        put_triton,
+        reduce_triton,
+        scalars_triton,
+    )
     from ep_plugin.kernels import route_map_triton as route_map
     from ep_plugin.kernels import sync_triton as sync
     from ep_plugin.kernels.peers import Peers
@@ -106,6 +114,9 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
     for policy in ("dropless", "rank", "source", "expert"):
         route_map.accept(ints(M, 132), out, rank=1, capacity=CapacityConfig(policy), top_k=K, bound=100)
     route_map.build(dest.long(), out, rank=1, bound=100)
+    routing, probs = torch.zeros(T, 128, dtype=torch.bool), torch.zeros(T, 128)
+    dense_routes_triton.dense_routes(routing, probs, dest.long(), by_route, dest.view(-1)[:1])
+    dense_routes_triton.dense_routes_backward(routing, by_route, probs)
     return found
 
 
@@ -128,7 +139,7 @@ def access_bytes(ptx: str, operation: str) -> set[int]:
 def test_every_kernel_compiles_for_hopper(compiled: dict[int, dict[str, list[str]]]) -> None:
     """Catches code that only the interpreter accepts."""
     for width, found in compiled.items():
-        assert set(found) == {*MOVERS, *SCALARS, *SIGNALS, *ROUTE_MAP}, f"rows of {width}"
+        assert set(found) == {*MOVERS, *SCALARS, *SIGNALS, *ROUTE_MAP, *DENSE}, f"rows of {width}"
 
 
 @pytest.mark.slow
