@@ -373,7 +373,7 @@ def patch_model(
     if isinstance(model, DistributedDataParallel):
         raise ValueError("the model is already wrapped by DDP: patch the model first, then wrap it")
     modules = _choose(model, pattern)
-    layouts = {name: _layout(name, module, family, experts) for name, (module, family) in modules.items()}
+    layouts = {name: choose_layout(name, module, family, experts) for name, (module, family) in modules.items()}
     shapes = {name: _shape(model, name, *found, config, groups, top_k) for name, found in modules.items()}
     if config.precision == "mxfp8":
         _check_mxfp8(modules, layouts)
@@ -455,8 +455,9 @@ def _choose(model: nn.Module, pattern: str | None) -> dict[str, tuple[nn.Module,
 _said: set[str] = set()
 
 
-def _layout(name: str, module: nn.Module, family: Family, experts: str) -> ExpertsLayout | None:
-    """How our grouped MLP reads the experts of ``module``; None: their own code runs."""
+def choose_layout(name: str, module: nn.Module, family: Family, experts: str) -> ExpertsLayout | None:
+    """How our grouped MLP reads the experts of ``module``; None: their own code runs. ``experts`` as for
+    ``patch_model``, whose errors this raises."""
     if experts == "foreign":
         if not family.runs_rows:
             raise ValueError(f"{type(module).__name__} cannot run on tokens with one route each: use experts='ours'")

@@ -166,7 +166,7 @@ class Family:
     def over_rows(self, name: str, module: nn.Module) -> OverRows:
         """The module's own code for its local experts, over rows that each have one route."""
         module.num_experts = self.here(module)  # type: ignore[assignment]
-        return functools.partial(_one_route_per_row, module.forward)
+        return functools.partial(one_route_per_row, module.forward)
 
     def own(self, module: nn.Module) -> Callable[..., Any]:
         """The replaced method as the module's class spells it, without transformers' choice of implementations."""
@@ -233,7 +233,7 @@ class Draw:
         return self(SMALL_TOKENS, top_k)
 
 
-def _one_route_per_row(forward: Any, rows: Tensor, experts: Tensor, weights: Tensor | None) -> Tensor:
+def one_route_per_row(forward: Any, rows: Tensor, experts: Tensor, weights: Tensor | None) -> Tensor:
     """An experts module's ``forward`` over rows [R, D] of its experts [R]: each row is a token with one route."""
     weights = rows.new_ones(len(rows)) if weights is None else weights
     if len(rows):
@@ -241,7 +241,7 @@ def _one_route_per_row(forward: Any, rows: Tensor, experts: Tensor, weights: Ten
         return out.reshape(rows.shape)
     # Some implementations cut the graph where there is no row, and this rank would leave its peers alone in backward.
     rows, weights = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([weights, weights.new_zeros(1)])
-    return _one_route_per_row(forward, rows, experts.new_zeros(1), weights)[:0]
+    return one_route_per_row(forward, rows, experts.new_zeros(1), weights)[:0]
 
 
 def sizes(experts: Tensor, count: int) -> list[int]:
@@ -289,7 +289,7 @@ class DenseWeights(Family):
             return out
 
         own = module.forward
-        return functools.partial(_one_route_per_row, forward)
+        return functools.partial(one_route_per_row, forward)
 
     def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:

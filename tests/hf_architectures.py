@@ -89,12 +89,14 @@ def causal(**settings: Any) -> Tiny:
     return Tiny(settings=settings)
 
 
-def text(model: str, **settings: Any) -> Tiny:
-    """A model whose text part has no loss of its own, or another class than its family's."""
-    return Tiny(model, settings)
-
-
 ROUNDS = 2e-5
+
+
+def text(model: str, tolerance: float = 1e-9, **settings: Any) -> Tiny:
+    """A model whose text part has no loss of its own, or another class than its family's."""
+    return Tiny(model, settings, tolerance)
+
+
 TINY: dict[str, Tiny] = {
     name: Tiny()
     for name in (
@@ -151,6 +153,7 @@ TINY: dict[str, Tiny] = {
     ),
     "nllb_moe": text(
         "NllbMoeForConditionalGeneration",
+        ROUNDS,
         pad_token_id=0,
         decoder_start_token_id=1,
         encoder_layers=2,
@@ -179,6 +182,7 @@ TINY: dict[str, Tiny] = {
     "step3p7": text("Step3p7TextModel", pad_token_id=0, **SECOND_SPARSE),
     "switch_transformers": text(
         "SwitchTransformersForConditionalGeneration",
+        ROUNDS,
         pad_token_id=0,
         decoder_start_token_id=1,
         d_kv=8,

@@ -1,8 +1,7 @@
-"""Every MoE architecture of transformers 5: patched, it trains like the unpatched model, and its checkpoint loads there."""
+"""Every MoE architecture of transformers 5: patched, it trains like the unpatched model, which loads its checkpoint."""
 
 from __future__ import annotations
 
-import os, time
 import tempfile
 from dataclasses import dataclass, replace
 
@@ -75,9 +74,7 @@ def check(rank: int, world: int, names: list[str], ep: int, config: EPConfig, sa
     groups = ProcessGroups.create(layout(world, ep=ep))
     found = {}
     for name in names:
-        start = time.process_time()
         wrong = check_one(rank, world, name, groups, config, save)
-        if "EPTIME" in os.environ and rank == 0: print(name, round(time.process_time() - start, 2), flush=True)
         found[name] = "; ".join(f"{what}: {value:.1e}" for what, value in wrong.items())
     groups.destroy()
     return found
@@ -131,9 +128,13 @@ def save_and_load(name: str, model: nn.Module, handle: PatchedModel) -> dict[str
         loaded = None
         if state:
             model.save_pretrained(folder, state_dict=dict(state))  # which takes out what it has written
-            loaded = type(model).from_pretrained(
-                folder, dtype=TINY[name].dtype, attn_implementation="eager", experts_implementation="eager"
-            ).train()
+            loaded = (
+                type(model)
+                .from_pretrained(
+                    folder, dtype=TINY[name].dtype, attn_implementation="eager", experts_implementation="eager"
+                )
+                .train()
+            )
     out, _ = forward(model, tokens(9, 0), seed=9)
     if loaded is None:
         return {}
