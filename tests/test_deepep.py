@@ -7,6 +7,7 @@ Legend: T tokens of a rank, K routes per token, E experts, E_l experts of a rank
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ep_plugin.config import CapacityConfig, DeepEPConfig, EPConfig
+from ep_plugin.dispatch import deepep_buffer
 from ep_plugin.dispatch.deepep import DeepEPDispatcher
 from ep_plugin.dispatch.deepep_buffer import SMALLEST_BUCKET, bucket_of, check_library, worst_case_rows
 from ep_plugin.layer import ForeignExperts, moe_step
@@ -293,22 +295,33 @@ def test_a_build_that_moves_wrong_numbers_is_refused_when_the_buffer_is_made(poo
 
 def closing(rank: int, world: int, how: str) -> tuple[bool, bool]:
     problem = Problem((2, 2), dtype=BF16)
-    dispatcher = build(problem, max_tokens=4, timeout_s=5.0)
+    dispatcher = build(problem, max_tokens=4, timeout_s=30.0 if how == "well" else 1.0)
     buffer = dispatcher.buffer._buffer
     if how == "one fails" and rank == 1:
         try:
             dispatcher.plan(torch.zeros(3, 3, 3, dtype=torch.int64))
         except ValueError:
             pass
+    if how == "one ends by an exception" and rank == 1:
+        deepep_buffer._exit.begin()
+        sys.last_type = ValueError
     if how == "after the group":
         dist.barrier()
         dist.destroy_process_group()
-    dispatcher.close()
-    dispatcher.close()
+    try:
+        dispatcher.close()
+        dispatcher.close()
+    finally:
+        deepep_buffer._exit.begun = False
+        if hasattr(sys, "last_type"):
+            del sys.last_type
     return buffer.runtime is None, dispatcher.buffer is None
 
 
-@pytest.mark.parametrize(("how", "destroyed"), [("well", True), ("one fails", False), ("after the group", False)])
+@pytest.mark.parametrize(
+    ("how", "destroyed"),
+    [("well", True), ("one fails", False), ("one ends by an exception", False), ("after the group", False)],
+)
 def test_a_buffer_is_destroyed_by_all_ranks_or_by_none(pool, how, destroyed):
     """Fault: a rank that goes on waits on the GPU for one that failed, whose kernel then traps; a buffer that is
     destroyed after its communicator."""

@@ -9,6 +9,7 @@ tokens per rank that a call is compiled for, RB rows that the buffers of receive
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import inspect
 import logging
@@ -88,6 +89,19 @@ class BufferShape:
     top_k: int
     hidden_size: int
     bucket: int
+
+
+class _Exit:
+    """``begun``: the interpreter has begun to end, so that ``sys.last_type`` says whether by an exception."""
+
+    begun = False
+
+    def begin(self) -> None:
+        self.begun = True
+
+
+_exit = _Exit()
+atexit.register(_exit.begin)  # before whoever registered earlier, and closes a dispatcher then
 
 
 class DeepEPBuffer:
@@ -224,7 +238,7 @@ class DeepEPBuffer:
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
-        if broken or hasattr(sys, "last_type") or not dist.is_initialized() or not self._all_come(watch):
+        if not self._all_come(watch, broken or (_exit.begun and hasattr(sys, "last_type"))):
             logger.warning("DeepEP's buffer is left to the end of the process: a rank of its group failed or is gone")
             return
         runtime = buffer.runtime
@@ -233,9 +247,15 @@ class DeepEPBuffer:
         forget_communicator(self.library, self.group)
 
     @staticmethod
-    def _all_come(watch: GroupWatch) -> bool:
+    def _all_come(watch: GroupWatch, broken: bool) -> bool:
+        phase = Phase("close", "DeepEP's buffer")
+        if not dist.is_initialized():
+            return False
+        if broken:
+            watch.stop(phase, "it failed before")
+            return False
         try:
-            watch.gather(True, Phase("close", "DeepEP's buffer"))
+            watch.gather(True, phase)
             return True
         except (HeapAborted, HeapClosed, HeapTimeout) as error:
             logger.warning("%s", error)
