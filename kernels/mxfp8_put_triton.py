@@ -13,7 +13,7 @@ from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_bytes
 from .mxfp8_triton_common import bytes_at, load_float32, magnitude_bits, scale_bytes, store_values, to_elements
 from .peers import Peers
-from .sync_triton import ChunkSignal, last_signals
+from .sync_triton import ChunkSignal, last_signals, part_edge
 from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, tl, triton
 
 PUT = Launch(132, warps=8)  # 16 bytes of a record for each thread, for the whole of a row of 4096 values
@@ -49,8 +49,8 @@ def _quantize_put_rows(
     if arrivals is not None:
         posted = tl.load(counter)
     for chunk in range(CHUNKS):
-        low = tl.minimum(t_max * chunk // CHUNKS, num_tokens)
-        high = tl.minimum(t_max * (chunk + 1) // CHUNKS, num_tokens)
+        low = tl.minimum(part_edge(t_max, chunk, CHUNKS), num_tokens)
+        high = tl.minimum(part_edge(t_max, chunk + 1, CHUNKS), num_tokens)
         first = low.to(tl.int64) * blocks + tl.program_id(0)
         for item in range(first, high.to(tl.int64) * blocks, tl.num_programs(0)):
             t = item // blocks

@@ -22,7 +22,7 @@ from .mxfp8_triton_common import (
     to_values,
 )
 from .peers import Peers
-from .sync_triton import ChunkSignal, last_signals
+from .sync_triton import ChunkSignal, last_signals, part_edge
 from .triton_common import (
     PEER_INTEGERS,
     RANGE_INTEGERS,
@@ -86,8 +86,8 @@ def _pre_reduce_put_records(
     if arrivals is not None:
         posted = tl.load(counter)
     for chunk in range(CHUNKS):
-        low = tl.maximum(tl.minimum(t_max * chunk // CHUNKS, end), begin)
-        high = tl.maximum(tl.minimum(t_max * (chunk + 1) // CHUNKS, end), begin)
+        low = tl.maximum(tl.minimum(part_edge(t_max, chunk, CHUNKS), end), begin)
+        high = tl.maximum(tl.minimum(part_edge(t_max, chunk + 1, CHUNKS), end), begin)
         for i in range(sources):
             source = (first_source + i + tl.zeros((), tl.int64)) % world
             address = peer_address(base, handles, handle_stride, max_handle, offset, source)

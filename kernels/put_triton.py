@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .peers import Peers
-from .sync_triton import ChunkSignal, last_signals, next_tile
+from .sync_triton import ChunkSignal, last_signals, next_tile, part_edge
 from .triton_common import (
     PEER_INTEGERS,
     Launch,
@@ -146,8 +146,8 @@ def _put_unique(
     if arrivals is not None:
         posted = tl.load(counter)
     for chunk in range(CHUNKS):
-        low = tl.maximum(tl.minimum(t_max * chunk // CHUNKS, end), begin)
-        high = tl.maximum(tl.minimum(t_max * (chunk + 1) // CHUNKS, end), begin)
+        low = tl.maximum(tl.minimum(part_edge(t_max, chunk, CHUNKS), end), begin)
+        high = tl.maximum(tl.minimum(part_edge(t_max, chunk + 1, CHUNKS), end), begin)
         tile = next_tile(arrivals, chunk, -1, CHUNKS)
         while tile * ROWS < high - low:
             t = (low.to(tl.int64) + tile * ROWS + tl.arange(0, ROWS))[:, None]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .peers import Peers
 from .reduce import accumulation_dtype
-from .sync_triton import ChunkSignal, last_signals, next_tile
+from .sync_triton import ChunkSignal, last_signals, next_tile, part_edge
 from .triton_common import (
     PEER_INTEGERS,
     RANGE_INTEGERS,
@@ -35,7 +35,7 @@ GET = Launch(1056, block=1024)
 
 @triton.jit
 def _weighted_row(y, row, valid, cols, mask, weights, D: tl.constexpr, ACC: tl.constexpr):
-    """Row ``row`` of ``y`` (times its weight) in the accumulation dtype, zero unless ``valid`` (``mask``: its columns)."""
+    """Row ``row`` of ``y`` (times its weight) in the accumulation dtype, zero unless ``valid``; ``mask``: its columns."""
     value = widen(tl.load(y + row * D + cols, mask=mask, other=0.0), ACC)
     if weights is not None:
         value = value * tl.load(weights + row, mask=valid, other=0.0)
@@ -79,8 +79,8 @@ def _pre_reduce_put(
     if arrivals is not None:
         posted = tl.load(counter)
     for chunk in range(CHUNKS):
-        low = tl.maximum(tl.minimum(t_max * chunk // CHUNKS, end), begin)
-        high = tl.maximum(tl.minimum(t_max * (chunk + 1) // CHUNKS, end), begin)
+        low = tl.maximum(tl.minimum(part_edge(t_max, chunk, CHUNKS), end), begin)
+        high = tl.maximum(tl.minimum(part_edge(t_max, chunk + 1, CHUNKS), end), begin)
         tiles = (high - low + ROWS - 1) // ROWS  # of one source
         tile = next_tile(arrivals, chunk, -1, CHUNKS)
         while tile < tiles * sources:

@@ -163,7 +163,8 @@ def post(counter: Tensor, signals: Peers, ticket: Tensor | None = None) -> None:
 class ChunkSignal:
     """A kernel that moves rows signals each of ``chunks`` parts of a batch by itself, without a launch in between.
 
-    Part i is tokens [``max_tokens``·i // ``chunks``, ``max_tokens``·(i + 1) // ``chunks``). ``counter``: int64 [>= 1],
+    Part i is tokens [``edge(i)``, ``edge(i + 1)``), each smaller than the one before: what is still to be done when the
+    last part has arrived is little, and each signal costs time. ``counter``: int64 [>= 1],
     ours for the channel, raised by ``chunks``. ``signals``: the word (channel, this rank) on every rank. ``arrivals``:
     int32 [2·chunks], zero between launches: programs that have finished a part, of which the last one signals, and
     tiles of the part that a program has taken. Multiprocessors get unequal shares of the link; with tiles dealt out in
@@ -174,6 +175,15 @@ class ChunkSignal:
     counter: Tensor
     signals: Peers
     arrivals: Tensor
+
+    def edge(self, part: int) -> int:
+        """The first token of ``part``: sizes fall in equal steps, chunks : chunks − 1 : … : 1."""
+        return part * (2 * self.chunks + 1 - part) * self.max_tokens // (self.chunks * (self.chunks + 1))
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """(begin, end) of every part."""
+        return [(self.edge(i), self.edge(i + 1)) for i in range(self.chunks)]
 
     @staticmethod
     def arguments(signal: "ChunkSignal | None") -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
@@ -189,8 +199,16 @@ def next_tile(arrivals, part, tile, parts: tl.constexpr):
     """The tile of a part that this program moves next: the next that none has taken or, without ``arrivals``, one of
     every so many. ``tile``: its last one, negative before the first."""
     if arrivals is None:
-        return tl.where(tile < 0, tl.program_id(0), tile + tl.num_programs(0))
-    return tl.atomic_add(arrivals + parts + part, 1, sem="relaxed")
+        following = tl.where(tile < 0, tl.program_id(0), tile + tl.num_programs(0))
+    else:
+        following = tl.atomic_add(arrivals + parts + part, 1, sem="relaxed")
+    return following
+
+
+@triton.jit
+def part_edge(max_tokens, part, parts: tl.constexpr):
+    """The first token of a part; see ``ChunkSignal.edge``."""
+    return (part * (2 * parts + 1 - part) * max_tokens.to(tl.int64) // (parts * (parts + 1))).to(tl.int32)
 
 
 @triton.jit

@@ -83,10 +83,9 @@ class Chunks:
 
     def __init__(self, heap: DeviceHeap, channel: int, count: int, max_tokens: int) -> None:
         self.heap, self.channel = heap, channel
-        edges = [max_tokens * i // count for i in range(count + 1)]
-        self.ranges = list(zip(edges[:-1], edges[1:], strict=True))
         arrivals = torch.zeros(2 * count, dtype=torch.int32, device=heap.device)
         self.signal = ChunkSignal(count, max_tokens, heap.counter(channel), heap.signals(channel), arrivals)
+        self.ranges = self.signal.parts
         self.steps = torch.arange(1, count + 1, dtype=torch.int64, device=heap.device)
         self.tickets = torch.zeros_like(self.steps)
 

@@ -279,9 +279,7 @@ class LibraryMoves:
 
     def _chunks(self, signal: ChunkSignal | None) -> list[tuple[int, int]]:
         """Token ranges that are moved and signalled one after another."""
-        count = 1 if signal is None else signal.chunks
-        edges = [self.max_tokens * i // count for i in range(count + 1)]
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return [(0, self.max_tokens)] if signal is None else signal.parts
 
     def _post(self, signal: ChunkSignal | None) -> None:
         if signal is not None:

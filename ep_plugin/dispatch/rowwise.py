@@ -178,7 +178,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             self._more_slots(pool, handles)
 
     def _exchange_handles(self, operation: str, layer: str, handle: int, moved: int = 0) -> list[int]:
-        """Every rank's handle. ``moved`` says what this rank moves (``moved_gradients``): all ranks must move the same."""
+        """Every rank's handle. ``moved``: what this rank moves (``moved_gradients``); all ranks must move the same."""
         handles, everyone = self._exchange(operation, layer, handle, moved)[:, :2].t().tolist()
         for rank, other in enumerate(everyone):
             if other != moved:

@@ -8,8 +8,8 @@ Payload slots are leased as on CPU, and advertised one plan ahead, so that rows 
 built. Scratch lies at one place on all ranks; before a region is written again, the writers wait for its owner's
 signal that it has been read (``_Scratch.free``).
 
-In the dedup form rows cross in chunks, each followed by a signal. A stream beside the caller's moves own rows
-meanwhile, and works on a chunk as soon as it has arrived. All tickets are device memory that each signal
+In the dedup form rows cross in chunks on a stream of their own, each followed by a signal. The caller's stream moves
+own rows meanwhile, and works on a chunk as soon as it has arrived. All tickets are device memory that each signal
 overwrites, so that a CUDA graph can replay a step.
 
 Legend: T local tokens, K routes per token, E experts, M ranks, D hidden size, RB bound of rows received, T_max most
@@ -21,7 +21,7 @@ import gc
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -271,20 +271,12 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
 
     @contextmanager
     def _across(self) -> Iterator[None]:
-        """The side stream, behind what the caller's stream has done so far."""
+        """The side stream, behind what the caller's stream has done so far. What crosses is to start before local work
+        that is enqueued next: once that is spread over all multiprocessors, programs that need one whole have to wait
+        for its end. So nothing is waited for in here, and little things come first on the caller's stream after it."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side), span("cross"):
             yield
-
-    def _fork(self) -> None:
-        """The side stream is behind what the caller's stream has done so far, but not behind what it does next."""
-        self.side.wait_stream(torch.cuda.current_stream(self.device))
-
-    def _beside(self, cross: bool = True) -> AbstractContextManager[object]:
-        """The side stream, for local work on rows that arrive, with what crosses on the caller's: enqueued there
-        right behind the fork, it starts first and gets the multiprocessors it needs. Not so (the caller's stream) if
-        rows cross on the side stream already."""
-        return torch.cuda.stream(self.side) if cross else nullcontext()
 
     def _join(self) -> None:
         """The caller's stream goes on when what crossed has been read."""
@@ -317,10 +309,9 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         here = region.view(payload, "local_rows")
         local_rows = torch.empty_like(here)  # small; out of the slot, so as not to pin it
         if early is None:
-            self.there.begin()
-            self._fork()
-            with span("cross"):
+            with self._across():
                 self._put_unique(x, self._payload(handles, "stage"), dest.dest_rank)
+            self.there.begin()
         else:
             told = self.heap.post(channel=CHANNEL, phase=phase)
         stage, there_weights = region.view(payload, "stage"), region.view(payload, "weights")
@@ -334,10 +325,10 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             route_of_row=routes,
             launch=self.launches.fan_out,
         )
-        with self._beside(early is None), span("fan-out"):
-            spread(local_rows=here, x_own=x, own_rank=me, first_source=me, sources=1)
+        with span("fan-out"):
             fill_tail(routes, dest.offsets[-1:], -1)
             fill_tail(row_weights, dest.offsets[-1:])
+            spread(local_rows=here, x_own=x, own_rank=me, first_source=me, sources=1)
             if told is not None:
                 self.heap.wait(told, channel=CHANNEL, phase=phase)
             for begin, end in self.there.arrived(phase):
@@ -427,13 +418,12 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             return slot[:nbytes].view(self.dtype).view(self.max_rows, self.hidden_size)
         assert state.local_rows is not None and scale is None
         rows = grad.new_empty((self.max_rows, self.hidden_size))
-        self.there.begin()
         self.grads.claim(phase)
-        self._fork()
-        with span("cross"):
+        with self._across():
             self._put_unique(grad, self.grads.peers("stage"), dest.dest_rank)
+        self.there.begin()
         stage, me, launch = self.grads.local("stage"), self.rank, self.launches.fan_out
-        with self._beside(), span("fan-out"):
+        with span("fan-out"):
             fan_out(
                 stage, state.local_rows, dest.tokens, rows,
                 x_own=grad, own_rank=me, first_source=me, sources=1, launch=launch,
@@ -494,11 +484,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         weights = None if weights is None else weights.contiguous()
         out = None if rows is None else rows.new_empty((state.num_tokens, self.hidden_size))
         back = None if scalars is None else scalars.new_empty((state.num_tokens, self.top_k))
-        if rows is not None:
-            self.back.begin()
         self.partial.claim(phase)
-        self._fork()
-        with span("cross"):
+        with self._across():
             if scalars is not None:
                 self.moves.put_scalars(scalars, local_rows, dest.tokens, self.partial.peers("scalars"), me)
             if rows is not None:
@@ -506,9 +493,12 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
                     rows, local_rows, dest.tokens, self.partial.peers("rows"), me, weights,
                     first_source=me + 1, sources=self.world - 1, signal=self.back.signal, launch=self.launches.reduce,
                 )  # fmt: skip
-            else:  # scalars alone cross with one signal
-                self._sync(phase)
-        with self._beside(rows is not None), span("sum"):
+        if out is None:  # scalars alone cross with one signal
+            self._join()
+            self._sync(phase)
+        else:
+            self.back.begin()
+        with span("sum"):
             for begin, end in self.back.arrived(phase) if out is not None else ():
                 sum_partials(
                     self.partial.local("rows"), dest.dest_rank, out,

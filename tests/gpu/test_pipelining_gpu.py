@@ -20,7 +20,7 @@ def test_stages_of_one_rank(ranks: Ranks, name: str) -> None:
         pytest.skip(f"needs 2 ranks, not {world}")
     result = run_case(rank, world, ONE_RANK[name], device)
     assert result.get("raised") is None
-    assert result["error"] < 1e-12
+    assert result["error"] < 1e-10  # float64; products sum in another order on a GPU
     assert result["peak"] == result["needed"] == ONE_RANK_SLOTS[name]
     assert result["in_use"] == 0
 
@@ -33,6 +33,6 @@ def test_a_schedule_gives_the_gradients_of_the_whole_model_with_exactly_its_slot
         pytest.skip(f"needs 4 ranks, not {world}")
     result = run_case(rank, world, RUNS[name], device)
     assert result.get("raised") is None
-    assert result["error"] < 1e-12
+    assert result["error"] < 1e-10  # float64; products sum in another order on a GPU
     assert result["peak"] == result["needed"] == SLOTS[name][rank // 2]
     assert result["in_use"] == 0
