@@ -143,8 +143,11 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
 
     def _enqueued(self, phase: Phase) -> None:
         """What ``check`` waits for, so that a peer that does not come is named before a kernel traps."""
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and not self._capturing():
             self.watch.enqueued(phase)
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     # Plan
 
@@ -156,6 +159,11 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
                 self.agree(num_tokens)
             phase = Phase("plan", layer)
             self._ready(phase)
+            if self.config.deepep.host_sync and self._capturing():
+                raise RuntimeError(
+                    "deepep.host_sync=true waits for row counts on the host, which a CUDA graph cannot; capture with"
+                    " deepep.host_sync=false"
+                )
             if num_tokens > self.bucket:
                 raise ValueError(
                     f"{num_tokens} tokens exceed the {self.bucket} that the buffer is made for; set max_tokens to the"
@@ -300,6 +308,8 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
         planned; and name a peer that stopped or does not come. Waits for the work enqueued so far."""
         self.watch.settle()
         flags = int(self.flags)
+        if flags:
+            self.flags.zero_()
         if flags & reference.BAD_ID:
             raise ValueError(
                 f"topk_idx held an expert id outside [-1, {self.num_experts}) in a step since the last check"
