@@ -98,8 +98,8 @@ class GroupWatch:
         self._look: threading.Thread | None = None
         self._me = _Who.own()
         store = dist.PrefixStore(f"ep_plugin/{self._group.group_name}", dist.distributed_c10d._get_default_store())
-        # The ranks of a group make their watches in step, so those of one number belong together.
-        self._store = dist.PrefixStore(str((store.add("watches", 1) - 1) // self.world), store)
+        # The ranks of a group make their watches in the same order, so those of one number belong together.
+        self._store = dist.PrefixStore(str(store.add(f"watches/{self.rank}", 1) - 1), store)
         self._store.set(f"who/{self.rank}", self._me.to_json())
 
     # Collectives
