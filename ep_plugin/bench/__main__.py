@@ -122,10 +122,25 @@ def _parser() -> argparse.ArgumentParser:
     schedules = commands.add_parser("waves", help="wave schedules against none: a sweep, its verdict and its reasons")
     waves.add_arguments(schedules)
     _shape(schedules)
+    steps = commands.add_parser("step", help="steps of 1 to 16 microbatches with and without EP, and where they cross")
+    steps.add_argument("--backends", default="block,rowwise", help="comma-separated, as for layer")
+    steps.add_argument("--microbatches", type=_numbers, default=[1, 2, 4, 8, 16], help="of a step, comma-separated")
+    steps.add_argument("--layers", type=int, default=2)
+    steps.add_argument("-F", "--width", type=int, default=128, help="expert width")
+    steps.add_argument("--plot", default=None, help="write a picture of the steps (PNG) to this file")
+    _shape(steps)
+    steps.set_defaults(tokens=256, hidden=256, top_k=4, experts=16, repeats=3)
     sweep = commands.add_parser("tune", help="launch settings on GPUs for a shape: chunks and widths, or DeepEP's SMs")
     sweep.add_argument("--backend", choices=("rowwise", "deepep"), default="rowwise")
     _shape(sweep)
     return parser
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(number) for number in text.split(",")]
+    if not numbers or min(numbers) < 1:
+        raise ValueError(text)
+    return numbers
 
 
 def _backends(d: argparse.ArgumentParser) -> None:

@@ -9,10 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import dispatch, layer, mxfp8, tune, waves
+from . import dispatch, layer, mxfp8, step, tune, waves
 from .plots import plot_phases
 
-COMMANDS = {"dispatch": dispatch.run, "layer": layer.run, "tune": tune.run, "waves": waves.run, "mxfp8": mxfp8.run}
+COMMANDS = {
+    "dispatch": dispatch.run,
+    "layer": layer.run,
+    "mxfp8": mxfp8.run,
+    "step": step.run,
+    "tune": tune.run,
+    "waves": waves.run,
+}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ def fresh_accelerate() -> None:
 
 
 def train(ranks: Ranks, config: EPConfig, folder: str, ep: int, *, resume: str | None = None, shard=False, **arguments):
-    """A run of transformers' Trainer; its log, the whole model's state and the unpatched model's steps (if not resumed)."""
+    """A run of transformers' Trainer: its log, the whole model's state, the unpatched model's steps if not resumed."""
     from transformers import TrainingArguments
 
     from ep_plugin.adapters.huggingface_trainer import ExpertParallelTrainer
