@@ -41,6 +41,7 @@ def moved(rank: int, world: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow  # imports Megatron
 def test_peers_move_every_row_there_and_back(pool):
     """Fault: a peer that moves fewer rows, or none of other ranks, and looks fast."""
     pytest.importorskip("megatron.core")

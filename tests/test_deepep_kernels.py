@@ -95,6 +95,7 @@ def compile_for_hopper(rank: int, world: int) -> list[str]:
     return sorted(set(found))
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper(pool_of: Any) -> None:
     """Fault: code that only the interpreter takes."""
     names = ["_distinct", "_merge", "_routes_of_rows", "_scale_rows", "_spread"]
