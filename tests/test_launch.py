@@ -406,13 +406,16 @@ def test_checks_compare_with_the_first_variant_and_the_entropy():
     """Catches a NaN that passes as agreement, and a check that is never made."""
     curves = [curve("a", [3.0, 2.0]), curve("b", [3.0, 2.0])]
     check = CheckConfig(loss_difference=1e-3, below_unigram=True)
-    enforce(check, curves, [Difference("b", 1e-3, 0, 1)], entropy=2.5)
+    enforce(check, curves, [Difference("b", 1e-3, 1e-3, 0, 1)], entropy=2.5)
     for bad in (2e-3, math.nan):
         with pytest.raises(CheckFailed, match="the loss of b differs by .* from that of a"):
-            enforce(check, curves, [Difference("b", bad, 0, 1)], entropy=2.5)
+            enforce(check, curves, [Difference("b", bad, 0.0, 0, 1)], entropy=2.5)
+    for bad in (-6e-3, math.nan):
+        with pytest.raises(CheckFailed, match="mean of the last 100 losses of b differs by"):
+            enforce(CheckConfig(last_losses=5e-3), curves, [Difference("b", 0.0, bad, 0, 1)], entropy=2.5)
     with pytest.raises(CheckFailed, match="final loss of a is 2.0000, not below"):
         enforce(check, curves, [], entropy=2.0)
-    enforce(CheckConfig(), curves, [Difference("b", 5.0, 0, 1)], entropy=0.0)
+    enforce(CheckConfig(), curves, [Difference("b", 5.0, 5.0, 0, 1)], entropy=0.0)
 
 
 def test_metrics_are_one_object_a_line(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from .loop import Curve
 from .routes import flipped_routes
 from .settings import CheckConfig
 
+LAST = 100  # steps at the end of a run whose mean loss is compared
+
 
 class CheckFailed(RuntimeError):
     """The launch ran to its end but did not show what ``check`` asks for."""
@@ -18,12 +21,13 @@ class CheckFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """A variant against the first: the largest |difference| of losses at any step, and routes that went elsewhere of
-    all routes.
+    """A variant against the first: the largest |difference| of losses at any step, that of the mean losses of the last
+    ``LAST`` steps as a share of the first's, and routes that went elsewhere of all routes.
     """
 
     name: str
     loss: float
+    last: float
     flipped: int
     routes: int
 
@@ -39,7 +43,8 @@ def compare(curves: list[Curve], device: torch.device) -> list[Difference]:
         count = count.to(device)
         dist.all_reduce(count)
         loss = max(abs(a - b) for a, b in zip(first.losses, other.losses, strict=True))
-        differences.append(Difference(other.name, loss, *count.tolist()))
+        want, got = (fmean(curve.losses[-LAST:]) for curve in (first, other))
+        differences.append(Difference(other.name, loss, got / want - 1, *count.tolist()))
     return differences
 
 
@@ -50,6 +55,11 @@ def enforce(check: CheckConfig, curves: list[Curve], differences: list[Differenc
             raise CheckFailed(
                 f"the loss of {difference.name} differs by {difference.loss:.2e} from that of {curves[0].name},"
                 f" more than check.loss_difference={check.loss_difference:g}"
+            )
+        if check.last_losses is not None and not abs(difference.last) <= check.last_losses:
+            raise CheckFailed(
+                f"the mean of the last {LAST} losses of {difference.name} differs by {difference.last:+.2%} from that"
+                f" of {curves[0].name}, more than check.last_losses={check.last_losses:g}"
             )
     for curve in curves:
         final = curve.losses[-1]

@@ -45,7 +45,8 @@ def loss_table(curves: Sequence[Curve], lines: int = 8) -> str:
 def difference_lines(first: Curve, differences: Sequence[Difference]) -> str:
     """One sentence per compared variant."""
     return "\n".join(
-        f"{d.name} against {first.name}: losses differ by at most {d.loss:.2e} at any step;"
+        f"{d.name} against {first.name}: losses differ by at most {d.loss:.2e} at any step, and by"
+        f" {d.last:+.3%} in the mean of the last ones;"
         f" {d.flipped:,} of {d.routes:,} routes flipped"
         for d in differences
     )

@@ -190,11 +190,13 @@ class ClusterConfig:
 @dataclass
 class CheckConfig:
     """What a launch must show to succeed. ``loss_difference``: the most by which the loss of any variant may differ,
-    at any step, from the first variant's (null: anything). ``below_unigram``: every final loss lies below the text's
-    unigram entropy.
+    at any step, from the first variant's (null: anything). ``last_losses``: the most by which the mean loss of the last
+    100 steps of any variant may differ from the first variant's, as a share of it (null: anything). ``below_unigram``:
+    every final loss lies below the text's unigram entropy.
     """
 
     loss_difference: float | None = None
+    last_losses: float | None = None
     below_unigram: bool = False
 
 
