@@ -5,7 +5,7 @@ READY := .venv/.ready
 MEGATRON_LATEST := .venv/megatron-latest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench docs
 demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m ep_plugin.launch experiment=demo
 
@@ -20,6 +20,12 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/ep-bench dispatch --device cpu
+
+# The site in site/: figures, settings and error messages are made from the code.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/hooks.py
+	$(BIN)/python -m mkdocs build --strict
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=..." if sys.version_info < (3, 11) else 0)'

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -104,10 +105,9 @@ class Layout:
         for rank in range(min(self.world_size, limit)):
             place = self.coordinate(rank)
             row = [str(rank), *(str(place[axis]) for axis in header[1:] if axis in place)]
-            rows.append(row + ([_span(self.experts(rank, num_experts))] if num_experts else []))
+            rows.append(row + ([span_text(self.experts(rank, num_experts))] if num_experts else []))
         lines = [
-            f"{self.world_size} ranks = PP {self.pp} × (TP {self.tp} · CP {self.cp} · DP {self.dp})"
-            f" = PP {self.pp} × (ETP {self.etp} · EP_MP {self.ep_mp} · EP_DP {self.ep_dp})",
+            self.equation(),
             "",
             *_align([header, *rows]),
             *_more(self.world_size, limit, "ranks"),
@@ -116,10 +116,17 @@ class Layout:
         rows = []
         for kind, what in KINDS.items():
             groups = self.groups(kind)
-            shown = [f"[{_span(ranks)}]" for ranks in groups[:limit]] + _more(len(groups), limit, "groups")
+            shown = [f"[{span_text(ranks)}]" for ranks in groups[:limit]] + _more(len(groups), limit, "groups")
             alone = len(groups) == self.world_size
             rows.append([kind, str(len(groups[0])), what.purpose, "each alone" if alone else " ".join(shown)])
         return "\n".join(lines + _align([["group", "size", "purpose", "ranks"], *rows]))
+
+    def equation(self) -> str:
+        """The degrees of both grids: 8 ranks = PP 1 × (TP 2 · …) = PP 1 × (ETP 1 · …)."""
+        return (
+            f"{self.world_size} ranks = PP {self.pp} × (TP {self.tp} · CP {self.cp} · DP {self.dp})"
+            f" = PP {self.pp} × (ETP {self.etp} · EP_MP {self.ep_mp} · EP_DP {self.ep_dp})"
+        )
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
@@ -265,7 +272,7 @@ class ProcessGroups:
             dist.destroy_process_group(group)
 
 
-def _span(numbers: Iterable[int]) -> str:
+def span_text(numbers: Iterable[int]) -> str:
     """Ascending numbers with runs shortened: 0-3, 8, 9."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -298,9 +305,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{meaning} (default 1)")
     parser.add_argument("--experts", type=int, help="number of routed experts: show which ones each rank stores")
+    parser.add_argument("--draw", action="store_true", help="draw the ranks side by side instead of listing them")
+    parser.add_argument("--svg", metavar="FILE", help="draw them into an SVG file as well")
     options = parser.parse_args(arguments)
     try:
         chosen = layout(options.world, tp=options.tp, pp=options.pp, cp=options.cp, etp=options.etp, ep=options.ep)
-        print(chosen.table(options.experts))
-    except ValueError as error:
+        from .drawing import topology_svg, topology_text
+
+        print(topology_text(chosen, options.experts) if options.draw else chosen.table(options.experts))
+        if options.svg is not None:
+            Path(options.svg).write_text(topology_svg(chosen, options.experts))
+    except (OSError, ValueError) as error:
         parser.exit(2, f"ep-topology: {error}\n")
