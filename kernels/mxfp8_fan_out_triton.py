@@ -25,9 +25,7 @@ def block_of(launch: Launch, plain: bool) -> int:
 
 @triton.jit
 def _converted(record, group, scale, rows, data, D: tl.constexpr):
-    """Blocks ``group`` of a record as they are written to ``rows`` and to ``data``; what is not wanted is not made.
-
-    Made here, before any branch: Triton 3.6 cannot compile a cast inside one that several stores share."""
+    """Blocks ``group`` of a record as they are written to ``rows`` and to ``data``; what is not wanted is not made."""
     values = load_values(record, group, D, 0, D)
     plain = values
     elements = values
@@ -91,11 +89,14 @@ def _fan_out_records(
                     plain, elements = _converted(record, group, scale, rows, data, D)
                     for k in tl.static_range(K):
                         row = tl.load(local_rows + token * K + k).to(tl.int64)
+                        there = row + tl.zeros((N, 1), tl.int64)
+                        kept = (there >= 0) & (there < bound) & inside
+                        # Under masks, not branches: those Triton 3.6 cannot compile around a cast that is shared.
+                        if rows is not None:
+                            tl.store(rows + there * D + cols, plain, mask=kept)
+                        if data is not None:
+                            tl.store(data + there * D + cols, elements, mask=kept)
                         if (row >= 0) & (row < bound):
-                            if rows is not None:
-                                tl.store(rows + row * D + cols, plain, mask=inside)
-                            if data is not None:
-                                tl.store(data + row * D + cols, elements, mask=inside)
                             if block == 0:
                                 if data is not None:
                                     tl.store(scales + row, power_of_two(scale))

@@ -498,15 +498,15 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             self._sync(phase)
         else:
             self.back.begin()
-        with span("sum"):
-            for begin, end in self.back.arrived(phase) if out is not None else ():
-                sum_partials(
-                    self.partial.local("rows"), dest.dest_rank, out,
-                    y=rows, dest_row=dest.dest_row, weights=weights, own_rank=me,
-                    begin=min(begin, out.shape[0]), end=min(end, out.shape[0]), launch=self.launches.sum,
-                )  # fmt: skip
-            if back is not None:
-                take_scalars(self.partial.local("scalars"), dest.dest_rank, back)
+            with span("sum"):
+                for begin, end in self.back.arrived(phase):
+                    sum_partials(
+                        self.partial.local("rows"), dest.dest_rank, out,
+                        y=rows, dest_row=dest.dest_row, weights=weights, own_rank=me,
+                        begin=min(begin, out.shape[0]), end=min(end, out.shape[0]), launch=self.launches.sum,
+                    )  # fmt: skip
+        if back is not None:
+            take_scalars(self.partial.local("scalars"), dest.dest_rank, back)
         self._join()
         self.partial.done(phase)
         return out, back
