@@ -30,7 +30,8 @@ GROUPS = "optimizer.groups"  # the key of the optimizer's parameter groups: name
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The parameters and buffers of ``model`` and the state of ``optimizer`` (None: the model alone).
+    """The parameters and buffers of ``model`` (unless its ``weights`` are elsewhere) and the state of ``optimizer``
+    (None: the model alone).
 
     ``parts`` says of which parameters the experts are divided over ``ep_group`` (None: of none)."""
 
@@ -38,6 +39,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer | None = None
     parts: Mapping[str, Part] = field(default_factory=dict)
     ep_group: dist.ProcessGroup | None = None
+    weights: bool = True
 
     def save(self, folder: str | Path) -> None:
         """Write to ``folder``; collective over WORLD."""
@@ -73,7 +75,7 @@ class TrainingState:
 
     def _model(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for name, tensor in self.model.state_dict().items():
+        for name, tensor in self.model.state_dict().items() if self.weights else ():
             state |= self._pieces(f"model.{name}", name, tensor.detach())
         return state
 

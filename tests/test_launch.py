@@ -216,23 +216,24 @@ def test_a_bad_setting_ends_all_processes_with_one_line(tmp_path, override, expe
 
 @pytest.mark.slow
 def test_training_resumes_where_it_stopped(tmp_path):
-    """Catches optimizer state, experts or batches that a checkpoint loses or gives to another rank."""
-    common = [*TINY, "topology.ep=2", "trainer.batch_size=4", "trainer.steps=6"]
-    code, out, err = launch(2, tmp_path / "whole", *common, "trainer.checkpoint_every=3")
+    """Catches optimizer state, experts or batches that a checkpoint loses or gives to another rank, or that only the
+    degrees can read that wrote them."""
+    common = [*TINY, "trainer.batch_size=4", "trainer.steps=6"]
+    code, out, err = launch(2, tmp_path / "whole", *common, "topology.ep=2", "trainer.checkpoint_every=3")
     assert code == 0, err
     checkpoint = tmp_path / "whole" / "checkpoints" / "train_tiny" / "step_000003"
-    code, _, err = launch(2, tmp_path / "rest", *common, f"trainer.resume={checkpoint}")
+    code, _, err = launch(2, tmp_path / "rest", *common, "topology.ep=1", f"trainer.resume={checkpoint}")
     assert code == 0, err
 
     whole, rest = losses(tmp_path / "whole"), losses(tmp_path / "rest")
     assert list(whole) == [1, 2, 3, 4, 5, 6] and list(rest) == [4, 5, 6]
-    assert all(rest[step] == pytest.approx(whole[step], abs=1e-6) for step in rest)
+    assert all(rest[step] == pytest.approx(whole[step], abs=1e-5) for step in rest)
     assert len({round(loss, 6) for loss in whole.values()}) == 6
     assert (tmp_path / "whole" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "whole" / ".hydra" / "config.yaml").is_file()
 
-    with pytest.raises(ValueError, match="was written with world_size=2; this run has world_size=4"):
-        check_resume(str(checkpoint), Header(step=6, world_size=4, ep=2, patch_experts=True))
+    with pytest.raises(ValueError, match="was written with trainer=transformers; this run has trainer=megatron"):
+        check_resume(str(checkpoint), Header(step=6, world_size=2, ep=2, patch_experts=True, trainer="megatron"))
     with pytest.raises(ValueError, match="has done 3 steps already; trainer.steps=3 must be more"):
         check_resume(str(checkpoint), Header(step=3, world_size=2, ep=2, patch_experts=True))
 
@@ -304,10 +305,8 @@ def test_a_job_of_the_submitit_launcher(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert list(losses(tmp_path / "out" / "0")) == [1, 2]
-    assert (
-        len(list((tmp_path / "out" / "0" / "checkpoints" / "train_tiny" / "step_000002").glob("optimizer_rank?.pt")))
-        == 2
-    )
+    checkpoint = tmp_path / "out" / "0" / "checkpoints" / "train_tiny" / "step_000002"
+    assert (checkpoint / "optimizer" / ".metadata").is_file()
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

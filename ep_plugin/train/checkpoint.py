@@ -1,8 +1,8 @@
-"""Checkpoints: the whole model as transformers saves it, and each rank's optimizer state beside it.
+"""Checkpoints: the whole model as transformers saves it, and the optimizer's state beside it.
 
 <folder>/config.json, model.safetensors    read by ``from_pretrained``, whatever the parallel degrees were
-<folder>/trainer.json                      the step and the degrees that the optimizer states belong to
-<folder>/optimizer_rank<r>.pt              the optimizer state of global rank r
+<folder>/trainer.json                      the step, and the degrees, of which others may read it
+<folder>/optimizer/                        torch's distributed checkpoint of the optimizer's state
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from .parallel import Replicated
 
-HEADER = "trainer.json"
+HEADER, OPTIMIZER = "trainer.json", "optimizer"
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a checkpoint says about itself: steps done, and what must be the same to go on. Only ``trainer`` must be
-    for Megatron's checkpoints, which are cut in parts anew for other degrees."""
+    """What a checkpoint says about itself: steps done, the degrees, which another run may change, and the trainer,
+    which it may not."""
 
     step: int
     world_size: int
@@ -45,23 +45,20 @@ def read_header(folder: str) -> Header:
 
 
 def check_resume(folder: str, now: Header) -> None:
-    """``ValueError`` where ``folder`` has reached ``now.step``, or was written by another trainer, or its optimizer
-    states for other degrees than ``now``'s.
-    """
+    """``ValueError`` where ``folder`` has reached ``now.step``, or was written by another trainer."""
     saved = read_header(folder)
     if saved.step >= now.step:
         raise ValueError(
             f"trainer.resume={folder!r} has done {saved.step} steps already; trainer.steps={now.step} must be more"
         )
-    for name in ("trainer",) if now.trainer == "megatron" else ("trainer", "world_size", "ep", "patch_experts"):
-        was, is_now = getattr(saved, name), getattr(now, name)
-        if was != is_now:
-            raise ValueError(f"trainer.resume={folder!r} was written with {name}={was}; this run has {name}={is_now}")
+    if saved.trainer != now.trainer:
+        raise ValueError(
+            f"trainer.resume={folder!r} was written with trainer={saved.trainer}; this run has trainer={now.trainer}"
+        )
 
 
 def save(folder: Path, parallel: Replicated, optimizer: torch.optim.Optimizer, header: Header, rank: int) -> None:
     """Write a checkpoint; collective over WORLD. It appears under ``folder`` whole or not at all."""
-    import torch
     import torch.distributed as dist
 
     state = parallel.full_state_dict()
@@ -71,8 +68,8 @@ def save(folder: Path, parallel: Replicated, optimizer: torch.optim.Optimizer, h
         model: Any = parallel.model
         model.save_pretrained(unfinished, state_dict=state)
         (unfinished / HEADER).write_text(json.dumps(asdict(header)) + "\n")
-    torch.save(optimizer.state_dict(), unfinished / f"optimizer_rank{rank}.pt")
-    dist.barrier()
+    dist.barrier()  # the folder is there
+    parallel.training_state(optimizer).save(unfinished / OPTIMIZER)
     if rank == 0:
         os.rename(unfinished, folder)
     dist.barrier()
@@ -85,8 +82,6 @@ def load_model(folder: str, *, dtype: torch.dtype, device: torch.device) -> nn.M
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
 
 
-def load_optimizer(folder: str, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Put rank ``rank``'s optimizer state back."""
-    import torch
-
-    optimizer.load_state_dict(torch.load(Path(folder, f"optimizer_rank{rank}.pt"), weights_only=True))
+def load_optimizer(folder: str, parallel: Replicated, optimizer: torch.optim.Optimizer) -> None:
+    """Put the state of the parameters that this rank has back; collective over WORLD."""
+    parallel.training_state(optimizer).load(Path(folder, OPTIMIZER))

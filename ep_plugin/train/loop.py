@@ -93,7 +93,7 @@ def train(config: RunConfig, name: str, layout: Layout, corpus: Corpus, place: P
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     parallel.attach(optimizer)
     if settings.resume is not None:
-        checkpoint.load_optimizer(settings.resume, optimizer, place.rank)
+        checkpoint.load_optimizer(settings.resume, parallel, optimizer)
     curve = Curve(
         name,
         layout,

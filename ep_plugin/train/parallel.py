@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..adapters.huggingface import patch_model
+from ..adapters.huggingface_state import TrainingState
 from ..topology import Layout, ProcessGroups
 from .model import experts_modules
 from .overflow import Overflows
@@ -44,6 +45,10 @@ class Replicated:
         """The whole model's parameters by transformers' names; collective."""
         return self.model.state_dict()
 
+    def training_state(self, optimizer: torch.optim.Optimizer) -> TrainingState:
+        """What writes and reads ``optimizer``'s state."""
+        return TrainingState(self.model, optimizer, weights=False)
+
     def drop_rate(self) -> Tensor:
         """Dropped routes / routes asked in the last forward, over the layers: a float64 scalar."""
         return torch.zeros((), dtype=torch.float64)
@@ -73,6 +78,9 @@ class ExpertParallel(Replicated):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self.handle.full_state_dict()
+
+    def training_state(self, optimizer: torch.optim.Optimizer) -> TrainingState:
+        return TrainingState(self.model, optimizer, self.handle.parts, self.groups.ep_mp, weights=False)
 
     def drop_rate(self) -> Tensor:
         return self.handle.metrics().drop_rate
