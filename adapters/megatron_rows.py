@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..dispatch import Dispatcher, RouteState
 from ..dispatch.base import Arrived, CombineRows, DispatchRows
 
-KERNEL_DEVICES = ("cuda",)
+KERNEL_DEVICES: tuple[str, ...] = ("cuda",)
 
 
 def routes_from_map(routing_map: Tensor, probs: Tensor, max_routes: int) -> tuple[Tensor, Tensor]:

@@ -70,9 +70,9 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         f"programs={p} block={b} warps={w}": Launch(p, w, b) for p in PROGRAMS for b in BLOCKS for w in WARPS
     }
     for way, launch in launches.items():
-        given = {"num_rows": offsets[-1:]}
-        forward = partial(gated_swish, up, weights, hidden, shape, launch=launch or FORWARD, **given)
-        backward = partial(gated_swish_backward, up, weights, dhidden, shape, launch=launch or BACKWARD, **given)
+        count = offsets[-1:]
+        forward = partial(gated_swish, up, weights, hidden, shape, num_rows=count, launch=launch or FORWARD)
+        backward = partial(gated_swish_backward, up, weights, dhidden, shape, num_rows=count, launch=launch or BACKWARD)
         note("forward", way, forward)
         note("backward", way, partial(backward, dup=dup, dweights=dweights))
     for direction, ways in found.items():

@@ -144,7 +144,7 @@ def _alpha_of(function: Callable[[Tensor], Tensor]) -> float | None:
     return None
 
 
-KERNEL_DEVICES = ("cuda",)
+KERNEL_DEVICES: tuple[str, ...] = ("cuda",)
 
 
 @cache
