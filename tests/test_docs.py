@@ -106,10 +106,7 @@ def megatron_page(rank: int, world: int) -> list[str]:
                 hook: list[Any] = []
                 model = types.SimpleNamespace(register_pre_wrap_hook=hook.append)
                 names: dict[str, Any] = {"model": mm.gpt(cfg), "cfg": types.SimpleNamespace(model=model)}
-                exec(
-                    "from ep_plugin.adapters.megatron import use_dispatcher\nfrom ep_plugin.config import EPConfig",
-                    names,
-                )
+                names |= {"use_dispatcher": use_dispatcher, "plug_spec": plug_spec, "EPConfig": EPConfig}
                 execute(block, names, page)
                 for change in hook:
                     change(mm.gpt(cfg))
