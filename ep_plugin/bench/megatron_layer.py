@@ -34,14 +34,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import CapacityConfig, EPConfig
+from ..dispatch.spans import span
 from .spans import ON_DEVICE, Trace, mean_over_ranks, read_spans, record, union_of
-from .timing import measure, measure_host
+from .timing import SPIN_CYCLES, measure, measure_host
 
 GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|grouped_mm", re.IGNORECASE)
 # Ours; Megatron's, which torch.compile makes and names after what it fuses, or runs one operation at a time.
 ACTIVATION = re.compile(r"swish|swiglu|silu|triton_(poi|red|per)_fused.*sigmoid", re.IGNORECASE)
 SHOWN = 14  # kernels of a way
-PROFILED = 3  # calls
+PROFILED = 5  # calls
 WAYS: dict[str, tuple[EPConfig | None, str]] = {
     "alltoall": (None, "megatron"),
     "block": (EPConfig(dispatcher="block"), "megatron"),
@@ -140,13 +141,18 @@ def one_way(name: str, args: argparse.Namespace, device: torch.device) -> dict[s
         x.grad = None
         layer(x)[0].backward(grad)
 
+    def spun() -> None:
+        with span("spin"):  # the device comes to the products from the same pause as in the timed calls
+            torch.cuda._sleep(SPIN_CYCLES)
+        whole()
+
     with torch.no_grad():
         probs, routing = layer.router(x)
     # Our experts take rows past the valid ones, which the calls alone would multiply.
     calls = six_calls(layer, x, routing, probs.detach(), grad) if experts == "megatron" else None
     timed = measure(whole, device, repeats=args.repeats)
     alone = measure(whole, device, repeats=args.repeats, warmup=1, queue=False)
-    trace = record(whole, device, calls=PROFILED)
+    trace = record(spun, device, calls=PROFILED)
     gemm, activation = (_slowest_rank(kernel_ms(trace, kind)) for kind in (GEMM, ACTIVATION))
     found: dict[str, Any] = {
         "layer": timed.median,
@@ -161,7 +167,7 @@ def one_way(name: str, args: argparse.Namespace, device: torch.device) -> dict[s
     }
     found = {key: None if value is None else round(value, 3) for key, value in found.items()}
     spans = mean_over_ranks(read_spans(trace)) if handle is not None else []
-    found["phases"] = {s.path or "(no phase)": round(s.device_ms, 3) for s in spans}
+    found["phases"] = {s.path or "(no phase)": round(s.device_ms, 3) for s in spans if s.path != "spin"}
     found["kernels"] = longest_kernels(trace)
     if handle is not None:
         handle.check()
@@ -232,7 +238,7 @@ def longest_kernels(trace: Trace) -> dict[str, float]:
     """Milliseconds of a call by kernel, the longest first, without matrix products."""
     total: dict[str, float] = {}
     for event in trace["traceEvents"]:
-        if event.get("cat") in ON_DEVICE and not GEMM.search(event["name"]):
+        if event.get("cat") in ON_DEVICE and not GEMM.search(event["name"]) and "spin_kernel" not in event["name"]:
             name = _short(event["name"])
             total[name] = total.get(name, 0.0) + float(event["dur"]) / PROFILED / 1e3
     return {name: round(total[name], 3) for name in sorted(total, key=lambda name: -total[name])[:SHOWN]}
