@@ -4,8 +4,8 @@ DeepEP stops the GPU where a token names an expert twice, so a repeated expert b
 weights. It writes where rows came from as ``recv_src_metadata`` int32 [N, 2 + K], one line per (token, rank) received:
 source·B + t, a word of its own, then the expanded row of each of the token's K routes, −1 for those to other ranks.
 
-Legend: T local tokens, K routes per token, E experts, N lines of metadata, R rows received of which buffers hold
-RB >= R, D hidden size, B the tokens per rank that DeepEP was told.
+Legend: T local tokens, K routes per token, E experts, E_l experts of a rank, N lines of metadata, R rows received of
+which buffers hold RB >= R, D hidden size, B the tokens per rank that DeepEP was told.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 # Bits of the flags word, beside those of route_map_triton.
 BAD_ID = 2  # the same as there: an expert id outside [−1, E); taken as −1
 REPEATED = 8  # a token names an expert twice
+MISPLACED = 16  # DeepEP received other rows than were planned
 
 
 def distinct_experts_torch(topk_idx: Tensor, num_experts: int, flags: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,16 +55,23 @@ def spread_gradients_torch(grads: Tensor, first: Tensor) -> Tensor:
     return grads.gather(1, index.clamp(min=0)).masked_fill(index < 0, 0)
 
 
-def routes_of_rows_torch(metadata: Tensor, lines: Tensor, out: Tensor) -> None:
-    """``out[row] = (source·B + t)·K + k`` for every row that ``metadata`` int32 [N, 2 + K] names.
+def arrived_torch(
+    metadata: Tensor, lines: Tensor, ends: Tensor, offsets: Tensor, routes: Tensor, weights: Tensor, flags: Tensor
+) -> None:
+    """What follows a dispatch: ``routes[row] = (source·B + t)·K + k`` for every row that ``metadata`` int32 [N, 2 + K]
+    names; past the rows received, routes −1 and weights 0.
 
-    ``lines`` int32 [1]: how many lines are written, the others hold anything. ``out`` int64 [RB]; other rows are left
-    as they are."""
-    metadata = metadata[: int(lines)].long()
+    ``lines`` int32 [1]: how many lines are written, the others hold anything. ``ends`` int32 [E_l]: where DeepEP says
+    that each expert's rows end, ``offsets`` int64 [E_l + 1] the ranges that were planned; ``MISPLACED`` is set in
+    ``flags`` where they differ. ``routes`` int64 [RB], ``weights`` float32 [RB]."""
+    metadata, rows = metadata[: int(lines)].long(), int(offsets[-1])
     top_k = metadata.shape[1] - 2
-    routes = metadata[:, :1] * top_k + torch.arange(top_k, device=metadata.device)
+    found = metadata[:, :1] * top_k + torch.arange(top_k, device=metadata.device)
     valid = metadata[:, 2:] >= 0
-    out[metadata[:, 2:][valid]] = routes[valid]
+    routes[rows:], weights[rows:] = -1, 0
+    routes[metadata[:, 2:][valid]] = found[valid]
+    if not torch.equal(ends.long(), offsets[1:]):
+        flags |= MISPLACED
 
 
 def scale_rows_torch(rows: Tensor, weights: Tensor, num_rows: Tensor) -> Tensor:

@@ -9,15 +9,13 @@ RB >= R, D hidden size.
 import torch
 from torch import Tensor
 
-from .deepep_routes import BAD_ID, REPEATED
-from .fan_out_triton import fill_tail
+from .deepep_routes import BAD_ID, MISPLACED, REPEATED
 from .triton_common import Launch, narrow, require_contiguous, tl, triton, widen
 
 __all__ = [
+    "arrived",
     "distinct_experts",
-    "fill_tail",
     "merge_weights",
-    "routes_of_rows",
     "scale_rows",
     "spread_gradients",
 ]
@@ -26,7 +24,7 @@ ROUTES = Launch(1056)
 ROWS = Launch(2112)
 TILE = 256
 
-_BAD_ID, _REPEATED = tl.constexpr(BAD_ID), tl.constexpr(REPEATED)
+_BAD_ID, _REPEATED, _MISPLACED = tl.constexpr(BAD_ID), tl.constexpr(REPEATED), tl.constexpr(MISPLACED)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -127,23 +125,63 @@ def spread_gradients(grads: Tensor, first: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["bound", "most"])
-def _routes_of_rows(metadata, lines, out, bound, most, K: tl.constexpr, SIZE: tl.constexpr):
+def _arrived(
+    metadata,
+    lines,
+    ends,
+    offsets,
+    routes,
+    weights,
+    flags,
+    bound,
+    most,
+    K: tl.constexpr,
+    LOCAL: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    first, step = tl.program_id(0).to(tl.int64) * SIZE, tl.num_programs(0) * SIZE
+    if first == 0:
+        e = tl.arange(0, EXPERTS)
+        there = tl.load(ends + e, mask=e < LOCAL, other=0).to(tl.int64)
+        planned = tl.load(offsets + 1 + e, mask=e < LOCAL, other=0)
+        if tl.sum((there != planned).to(tl.int32)) > 0:
+            tl.atomic_or(flags, _MISPLACED)
     end = tl.minimum(tl.load(lines), most).to(tl.int64) * K
-    for tile in range(tl.program_id(0).to(tl.int64) * SIZE, end, tl.num_programs(0) * SIZE):
+    for tile in range(first, end, step):
         r = tile + tl.arange(0, SIZE)
         line = metadata + r // K * (K + 2)
         row = tl.load(line + 2 + r % K, mask=r < end, other=-1)
         token = tl.load(line, mask=r < end, other=0).to(tl.int64)
-        tl.store(out + row, token * K + r % K, mask=(row >= 0) & (row < bound))
+        tl.store(routes + row, token * K + r % K, mask=(row >= 0) & (row < bound))
+    rows = tl.load(offsets + LOCAL)
+    for tile in range(rows // SIZE * SIZE + first, bound, step):
+        i = tile + tl.arange(0, SIZE)
+        tail = (i >= rows) & (i < bound)
+        tl.store(routes + i, tl.full((SIZE,), -1, tl.int64), mask=tail)
+        tl.store(weights + i, tl.zeros((SIZE,), tl.float32), mask=tail)
 
 
-def routes_of_rows(metadata: Tensor, lines: Tensor, out: Tensor, *, launch: Launch = ROUTES) -> None:
-    """``routes_of_rows_torch``."""
-    require_contiguous(metadata=metadata, out=out)
-    count, top_k = metadata.shape[0], metadata.shape[1] - 2
-    if count and out.numel():
-        grid = launch.grid(triton.cdiv(count * top_k, TILE))
-        _routes_of_rows[grid](metadata, lines, out, out.shape[0], count, K=top_k, SIZE=TILE)
+def arrived(
+    metadata: Tensor,
+    lines: Tensor,
+    ends: Tensor,
+    offsets: Tensor,
+    routes: Tensor,
+    weights: Tensor,
+    flags: Tensor,
+    *,
+    launch: Launch = ROUTES,
+) -> None:
+    """``arrived_torch``."""
+    require_contiguous(metadata=metadata, ends=ends, offsets=offsets, routes=routes, weights=weights)
+    count, top_k, bound = metadata.shape[0], metadata.shape[1] - 2, routes.shape[0]
+    grid = launch.grid(triton.cdiv(max(count * top_k, bound), TILE))
+    local = ends.shape[0]
+    _arrived[grid](
+        metadata, lines, ends, offsets, routes, weights, flags, bound, count,
+        K=top_k, LOCAL=local, EXPERTS=triton.next_power_of_2(local), SIZE=TILE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["bound"])

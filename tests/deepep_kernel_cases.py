@@ -46,15 +46,22 @@ def check_rows(device: str) -> None:
     metadata = torch.full((20, 2 + top_k), torch.iinfo(torch.int32).min, dtype=torch.int32)
     metadata[:11, 0] = torch.randperm(50, generator=g)[:11]
     metadata[:11, 2:] = -1
-    rows = torch.randperm(25, generator=g).to(torch.int32)
+    rows = torch.randperm(22, generator=g).to(torch.int32)
     metadata[:11, 2], metadata[:11, 4] = rows[:11], rows[11:22]
     metadata = metadata.to(device)
-    for count in (0, 11):
+    for count, ends in ((0, [0, 0, 0]), (11, [7, 7, 22]), (11, [8, 7, 22]), (11, [7, 7, 40])):
         lines = torch.tensor([count], dtype=torch.int32, device=device)
-        want, got = (torch.full((bound,), -7, device=device) for _ in range(2))
-        reference.routes_of_rows_torch(metadata, lines, want)
-        kernels.routes_of_rows(metadata, lines, got)
-        equal(got, want, "routes")
+        offsets = torch.tensor([0, *((0, 0, 0) if count == 0 else (7, 7, 22))], device=device)
+        said = torch.tensor(ends, dtype=torch.int32, device=device)
+        results = []
+        for call in (reference.arrived_torch, kernels.arrived):
+            routes, weights = torch.full((bound,), -7, device=device), torch.full((bound,), 5.0, device=device)
+            flags = torch.zeros(1, dtype=torch.int32, device=device)
+            call(metadata, lines, said, offsets, routes, weights, flags)
+            results.append((routes, weights, flags))
+        for got, want in zip(results[1], results[0], strict=True):
+            equal(got, want, "routes, weights, flags")
+        assert bool(results[0][2]) == (ends != offsets[1:].tolist())
     for width in (8, 33, 600):
         y, weights = (
             torch.randn(bound, width, generator=g).to(torch.bfloat16).to(device),

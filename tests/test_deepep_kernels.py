@@ -83,9 +83,9 @@ def compile_for_hopper(rank: int, world: int) -> list[str]:
         for dtype in (torch.float32, torch.bfloat16):
             kernels.merge_weights(torch.zeros((64, top_k), dtype=dtype), first)
         kernels.spread_gradients(torch.zeros((64, top_k)), first)
-        kernels.routes_of_rows(
-            torch.zeros((50, 2 + top_k), dtype=torch.int32), flags, torch.zeros(100, dtype=torch.int64)
-        )
+        metadata, longs = torch.zeros((50, 2 + top_k), dtype=torch.int32), torch.zeros(100, dtype=torch.int64)
+        ends = torch.zeros(64, dtype=torch.int32)
+        kernels.arrived(metadata, flags, ends, longs[:65], longs, torch.zeros(100), flags)
     for width in (256, 2048, 7168):
         kernels.scale_rows(
             rows[:, :width].contiguous() if width < 4096 else rows.repeat(1, 2)[:, :width].contiguous(),
@@ -98,5 +98,5 @@ def compile_for_hopper(rank: int, world: int) -> list[str]:
 @pytest.mark.slow
 def test_kernels_compile_for_hopper(pool_of: Any) -> None:
     """Fault: code that only the interpreter takes."""
-    names = ["_distinct", "_merge", "_routes_of_rows", "_scale_rows", "_spread"]
+    names = ["_arrived", "_distinct", "_merge", "_scale_rows", "_spread"]
     assert pool_of(False).run(compile_for_hopper, 1, timeout=300) == [names]

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..mxfp8.dispatchers import Precision
 
 HEADER = 4  # words of an exchanged record before the counts: operation, layer, unused, T (route_map_triton)
-MISPLACED = 16  # a bit of the flags word: DeepEP received other rows than were planned
 
 
 @dataclass
@@ -236,24 +235,17 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
             rows, weights, state.handle = self._ready(phase).dispatch(x, state.ids, merged, self.bucket)
             self._enqueued(phase)
         with span("rows"):
-            ends = state.handle.psum_num_recv_tokens_per_expert
-            self.flags |= (ends != offsets[1:]).any() * MISPLACED
+            handle = state.handle
             routes = torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
-            lines = state.handle.psum_num_recv_tokens_per_scaleup_rank[-1:]
-            kernels.routes_of_rows(state.handle.recv_src_metadata, lines, routes)
-            self._clear_tails(offsets, routes, weights, rows)
+            kernels.arrived(
+                handle.recv_src_metadata, handle.psum_num_recv_tokens_per_scaleup_rank[-1:],
+                handle.psum_num_recv_tokens_per_expert, offsets, routes, weights, self.flags,
+            )  # fmt: skip
+            if self.config.diagnostic_fill != "none" and isinstance(rows, Tensor):
+                tail = torch.arange(rows.shape[0], device=rows.device) >= offsets[-1]
+                rows.masked_fill_(tail.unsqueeze(1), 0.0 if self.config.diagnostic_fill == "zero" else torch.nan)
         arrived.route_of_row = routes
         return rows, weights
-
-    def _clear_tails(self, offsets: Tensor, routes: Tensor, weights: Tensor, rows: Payload) -> None:
-        """Padding: no route, weight 0; rows only where ``diagnostic_fill`` asks for it."""
-        kernels = self._kernels()
-        kernels.fill_tail(routes, offsets[-1:], -1)
-        kernels.fill_tail(weights, offsets[-1:], 0)
-        if self.config.diagnostic_fill != "none" and isinstance(rows, Tensor):
-            tail = torch.arange(rows.shape[0], device=rows.device) >= offsets[-1]
-            value = 0.0 if self.config.diagnostic_fill == "zero" else float("nan")
-            rows.masked_fill_(tail.unsqueeze(1), value)
 
     def give_back(
         self, state: DeepEPState, y: Tensor, weights: Tensor | None, keep: bool
@@ -324,7 +316,7 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
                 "a token named an expert twice: DeepEP takes distinct experts, and under weight_at='input' the two"
                 " routes cannot be merged into one; use weight_at='hidden' or 'output', or another dispatcher"
             )
-        if flags & MISPLACED:
+        if flags & reference.MISPLACED:
             raise RuntimeError(
                 "DeepEP received other numbers of rows than were planned; the results since the last check are wrong"
             )
@@ -368,9 +360,5 @@ class _References:
     distinct_experts = staticmethod(reference.distinct_experts_torch)
     merge_weights = staticmethod(reference.merge_weights_torch)
     spread_gradients = staticmethod(reference.spread_gradients_torch)
-    routes_of_rows = staticmethod(reference.routes_of_rows_torch)
+    arrived = staticmethod(reference.arrived_torch)
     scale_rows = staticmethod(reference.scale_rows_torch)
-
-    @staticmethod
-    def fill_tail(out: Tensor, num_rows: Tensor, value: int = 0) -> None:
-        out[int(num_rows) :] = value
