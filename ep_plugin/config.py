@@ -58,7 +58,9 @@ class LaunchConfig:
     """How rowwise kernels are launched on GPUs; ``ep-bench tune`` finds the values of a shape.
 
     ``chunks``: parts of a batch whose transfer overlaps with the local work on the part before; 0 chooses by its size.
-    ``put``, ``fan_out``, ``reduce``, ``sum``: programs of each kernel at most; 0 takes the kernel's default.
+    ``back``: the same for partial sums on their way to the tokens; 0 takes ``chunks``. ``put``, ``fan_out``,
+    ``reduce``, ``sum``: programs of each kernel at most; 0 takes the kernel's default. ``table``: a file of
+    ``ep-bench tune --store``; what is 0 here is taken from its point of the shape, if there is one.
     ``early``: rows start to cross while the route map is built. It pays where most rows leave the rank; where many
     stay, the map's kernels are slowed by the transfer and the local rows wait for them."""
 
@@ -68,10 +70,15 @@ class LaunchConfig:
     reduce: int = 0
     sum: int = 0
     early: bool = False
+    back: int = 0
+    table: str | None = None
 
     def validate(self) -> None:
-        if not 0 <= self.chunks <= 64:
-            raise ValueError(f"launch.chunks={self.chunks} must be 1 to 64, or 0 to choose by the size of a batch")
+        for name in ("chunks", "back"):
+            if not 0 <= getattr(self, name) <= 64:
+                raise ValueError(
+                    f"launch.{name}={getattr(self, name)} must be 1 to 64, or 0 to choose by the size of a batch"
+                )
         for name in ("put", "fan_out", "reduce", "sum"):
             if getattr(self, name) < 0:
                 raise ValueError(

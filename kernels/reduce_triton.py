@@ -35,7 +35,7 @@ GET = Launch(1056, block=1024)
 
 @triton.jit
 def _weighted_row(y, row, valid, cols, mask, weights, D: tl.constexpr, ACC: tl.constexpr):
-    """Row ``row`` of ``y`` (times its weight) in the accumulation dtype, zero unless ``valid``; ``mask`` of ``cols``."""
+    """Row ``row`` of ``y`` (times its weight) in the accumulation dtype, zero unless ``valid``; ``mask``: columns."""
     value = widen(tl.load(y + row * D + cols, mask=mask, other=0.0), ACC)
     if weights is not None:
         value = value * tl.load(weights + row, mask=valid, other=0.0)

@@ -45,7 +45,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be before processes are started."""
     parser = _parser()
     args = parser.parse_args(argv)
-    for option in ("json", "trace", "plot"):
+    for option in ("json", "trace", "plot", "store"):
         file = vars(args).get(option)
         if file is not None and not Path(file).resolve().parent.is_dir():
             parser.error(f"--{option} {file}: its folder does not exist")
@@ -132,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     steps.set_defaults(tokens=256, hidden=256, top_k=4, experts=16, repeats=3)
     sweep = commands.add_parser("tune", help="launch settings on GPUs for a shape: chunks and widths, or DeepEP's SMs")
     sweep.add_argument("--backend", choices=("rowwise", "deepep"), default="rowwise")
+    sweep.add_argument("--store", default=None, help="keep what is best for the shape in this table (launch.table)")
     _shape(sweep)
     return parser
 
@@ -150,6 +151,7 @@ def _backends(d: argparse.ArgumentParser) -> None:
         help="comma-separated: local, block, rowwise, rowwise:route (one row per route), deepep; dispatch also takes"
         " nccl (bare all-to-alls of packed rows) and megatron (megatron-core's alltoall)",
     )
+    d.add_argument("--table", default=None, help="launch settings of rowwise from this table of ep-bench tune --store")
     d.add_argument("--plot", default=None, help="write a picture of the phases side by side (PNG) to this file")
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config import LaunchConfig
 from ..dispatch import Dispatched, Dispatcher, build_dispatcher
 from ..dispatch.block import BlockDispatcher
 from ..kernels.fan_out import fan_out_torch
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             if rank == 0:
                 print_peer(name, peer, remote["route"])
             continue
-        config = backend(name, heap=args.heap, max_tokens=args.tokens)
+        config = backend(name, heap=args.heap, max_tokens=args.tokens, launch=LaunchConfig(table=args.table))
         unique = config.dispatcher == "deepep" or (config.dispatcher == "rowwise" and config.form == "dedup")
         # The weighted sum where each backend makes it: dedup and DeepEP on the expert rank, the others at the token.
         config.weight_at = "output" if unique else "source"

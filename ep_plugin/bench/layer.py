@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config import LaunchConfig
 from ..dispatch import Dispatcher, build_dispatcher
 from ..experts import GroupedMLP
 from ..layer import moe_step
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     result["flops"] = 18 * int((inputs.idx >= 0).sum()) * args.hidden * args.width
     traces = []
     for name in args.backends.split(","):
-        config = backend(name, heap=args.heap, max_tokens=args.tokens)
+        config = backend(name, heap=args.heap, max_tokens=args.tokens, launch=LaunchConfig(table=args.table))
         config.capacity.factor = room(inputs.idx, dist.get_world_size(), args.experts)
         dispatcher = build_dispatcher(config, **inputs.shape, dtype=inputs.x.dtype, device=device)
         figures, trace = measure_layer(Step(name, dispatcher, inputs, args.width), repeats=args.repeats)

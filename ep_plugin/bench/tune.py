@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,21 +15,20 @@ import torch.distributed as dist
 from ..config import EPConfig, LaunchConfig
 from ..dispatch import build_dispatcher
 from ..dispatch.rowwise_device import DeviceRowwiseDispatcher
+from ..dispatch.tuned import store
 from . import tune_deepep
 from .dispatch import room
 from .routes import make_routes
 from .timing import measure
 
-CHUNKS = (1, 2, 4, 8)
-WIDTHS = {"put": (33, 66, 132), "fan_out": (264, 528, 1056), "reduce": (528, 1056, 2112), "sum": (1056, 2112, 4224)}
+CHUNKS = (1, 2, 3, 4, 6, 8)
+WIDTHS = {"put": (16, 24, 44, 66), "fan_out": (1056, 4224), "reduce": (132, 198, 330, 528), "sum": (2112, 1 << 15)}
 
 
 @torch.no_grad()
 def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Collective. Sweeps dispatch over (chunks, put, fan_out) and combine over (chunks, reduce, sum); gives the best
-    of each.
-
-    One chunk count serves both ways: that of the best sum of the two. With ``--backend deepep`` sweeps its SMs.
+    """Collective. Finds the chunk count of each way at the kernels' default widths, then, one after another, the
+    widths at that count. ``--store`` keeps the best in a table. With ``--backend deepep`` sweeps its SMs.
     """
     if args.backend == "deepep":
         return tune_deepep.run(args, device)
@@ -45,43 +45,54 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         raise ValueError("ep-bench tune measures rowwise on GPUs: run it with --device cuda")
     there: dict[LaunchConfig, float] = {}
     back: dict[LaunchConfig, float] = {}
-    for early, chunks, put, fan_out in itertools.product((False, True), CHUNKS, WIDTHS["put"], WIDTHS["fan_out"]):
-        launch = LaunchConfig(chunks=chunks, put=put, fan_out=fan_out, early=early)
+
+    def step() -> None:
+        dispatcher.dispatch(dispatcher.plan(idx, layer="tune", x=x), x, weight)
+
+    def timed(sweep: dict[LaunchConfig, float], launch: LaunchConfig, call: Callable[[], object]) -> None:
         dispatcher.set_launch(launch)
+        sweep[launch] = measure(call, device, repeats=args.repeats, warmup=3).median
 
-        def step() -> None:
-            dispatcher.dispatch(dispatcher.plan(idx, layer="tune", x=x), x, weight)
+    def best(sweep: dict[LaunchConfig, float]) -> LaunchConfig:
+        return min(sweep, key=lambda launch: sweep[launch])  # the same on all ranks: medians are those of the slowest
 
-        there[launch] = measure(step, device, repeats=args.repeats, warmup=3).median
+    for early, chunks in itertools.product((False, True), CHUNKS):
+        timed(there, LaunchConfig(chunks=chunks, early=early), step)
+    for name in ("put", "fan_out"):
+        for programs in WIDTHS[name]:
+            timed(there, replace(best(there), **{name: programs}), step)
     state = dispatcher.plan(idx, layer="tune", x=x)
     d = dispatcher.dispatch(state, x, weight)
-    for chunks, reduce, sum_ in itertools.product(CHUNKS, WIDTHS["reduce"], WIDTHS["sum"]):
-        launch = LaunchConfig(chunks=chunks, reduce=reduce, sum=sum_)
-        dispatcher.set_launch(launch)
-        back[launch] = measure(
-            lambda: dispatcher.combine(state, d.rows, d.weights), device, repeats=args.repeats, warmup=3
-        ).median
+
+    def combine() -> None:
+        dispatcher.combine(state, d.rows, d.weights)
+
+    for chunks in CHUNKS:
+        timed(back, LaunchConfig(back=chunks), combine)
+    for name in ("reduce", "sum"):
+        for programs in WIDTHS[name]:
+            timed(back, replace(best(back), **{name: programs}), combine)
     dispatcher.check()
     dispatcher.close()
-    best = min(
-        ((t, b) for t in there for b in back if t.chunks == b.chunks), key=lambda pair: there[pair[0]] + back[pair[1]]
-    )
-    launch = LaunchConfig(best[0].chunks, best[0].put, best[0].fan_out, best[1].reduce, best[1].sum, best[0].early)
+    to, fro = best(there), best(back)
+    launch = replace(to, back=fro.back, reduce=fro.reduce, sum=fro.sum)
+    if args.store is not None and rank == 0:
+        store(args.store, dispatcher.shape(args.tokens), launch, dispatch_ms=there[to], combine_ms=back[fro])
     result = {
         "what": "tune",
         "shape": {name: getattr(args, name) for name in ("tokens", "hidden", "top_k", "experts", "routes")},
         "world": world,
         "device": torch.cuda.get_device_name(),
         "launch": asdict(launch),
-        "dispatch_ms": there[best[0]],
-        "combine_ms": back[best[1]],
+        "dispatch_ms": there[to],
+        "combine_ms": back[fro],
         "dispatch_sweep": [{**asdict(k), "ms": v} for k, v in sorted(there.items(), key=lambda item: item[1])],
         "combine_sweep": [{**asdict(k), "ms": v} for k, v in sorted(back.items(), key=lambda item: item[1])],
     }
     if rank == 0:
         print(
             f"best for T={args.tokens} D={args.hidden} K={args.top_k} E={args.experts} EP={world}: {launch}\n"
-            f"plan + dispatch {there[best[0]]:.3f} ms, combine {back[best[1]]:.3f} ms"
+            f"plan + dispatch {there[to]:.3f} ms, combine {back[fro]:.3f} ms"
         )
         for title, sweep in (("plan + dispatch", there), ("combine", back)):
             fastest = sorted(sweep.items(), key=lambda item: item[1])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..config import EPConfig
 from ..heap import Phase
 from ..watch import GroupWatch
+from .tuned import read_table
 
 MAY_DIFFER = ("timeout_s", "diagnostic_fill", "launch.put", "launch.fan_out", "launch.reduce", "launch.sum")
 
@@ -20,6 +21,8 @@ def agree(config: EPConfig, group: dist.ProcessGroup | None, **shape: Any) -> No
 
     ``shape``: whatever else must be alike, by name. A rank that does not come is named after ``config.timeout_s``."""
     own = {name: value for name, value in _flat(config) if name not in MAY_DIFFER}
+    if config.launch.table is not None:
+        own["launch.table"] = read_table(config.launch.table)  # what it says, wherever it lies
     own |= {name: value if isinstance(value, int) else str(value) for name, value in shape.items()}
     everyone = GroupWatch(group, config.timeout_s).gather(own, Phase("build", f"dispatcher {config.dispatcher!r}"))
     for name in own | {name: None for settings in everyone for name in settings}:

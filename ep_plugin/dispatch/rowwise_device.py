@@ -46,6 +46,7 @@ from .base import Arrived, Dispatcher, Rebuild, RouteOverflow, RouteState, span
 from .device_buffers import Chunks, Launches, Scratch
 from .layout import Part, Region
 from .moves import Moves, PeerMoves, make_moves
+from .tuned import Shape, resolve
 
 CHANNEL = 0  # everything on the caller's stream
 THERE, BACK = 1, 2  # chunks of rows on their way to experts, and of partial sums on their way to tokens
@@ -100,8 +101,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.planned: deque[Tensor] = deque(maxlen=PLANNED)  # routes int64 [M, E] asked for since the last check
         self.side = torch.cuda.Stream(self.device)
         self.readers: list[torch.cuda.Stream] = []
-        self.launches = Launches.of(self.config.launch)  # and chunks, with the buffers
-        self.early = self.config.launch.early
+        self.launches, self.early = Launches.of(self.config.launch), self.config.launch.early
         if self.config.max_tokens is not None:
             self._make(self.config.max_tokens, 0)
 
@@ -127,7 +127,6 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             )
             self.partial = Scratch(self.heap, sums, CHANNEL, "partial sums")
             self.grads = Scratch(self.heap, Region(Part("stage", stage, self.dtype)), CHANNEL, "gradient rows")
-            self.set_launch(self.config.launch)
         else:
             self.payload_region = Region(
                 Part("rows", (rows, wide), self.dtype),
@@ -138,6 +137,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             self.outputs = Scratch(self.heap, out, CHANNEL, "expert outputs")
             grad = Region(Part("rows", (rows, wide), self.dtype))
             self.grad_pool = SlotPool(self.heap, grad.nbytes, 3, "gradient rows")
+        self.set_launch(resolve(self.config.launch, self.shape(max_tokens)))
         shape = {"top_k": self.top_k, "hidden_size": self.hidden_size, "dtype": self.dtype}
         self.moves = make_moves(self.config.transport, self.heap, form=self.config.form, max_tokens=max_tokens, **shape)
         self.slots = self.config.slots or 4
@@ -145,6 +145,13 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         handle, self.ahead = self._lease(self.payload, "")
         own = torch.full((1,), handle, dtype=torch.int64, device=self.device)
         self.handles = self.heap.exchange(own, channel=CHANNEL, phase=Phase("making buffers"))[:, 0]
+
+    def shape(self, tokens: int) -> Shape:
+        """What a table of launch settings is asked for."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        return Shape(
+            tokens, self.hidden_size, self.top_k, self.num_experts, self.world, self.config.form, str(self.dtype), name
+        )
 
     def set_launch(self, launch: LaunchConfig) -> None:
         """Collective, between steps: use other chunk counts and launch widths from now on."""
@@ -154,7 +161,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             nbytes = self.max_tokens * self.hidden_size * self.dtype.itemsize
             chunks = min(launch.chunks or (4 if nbytes >= LARGE else 1), self.max_tokens)
             self.there = Chunks(self.heap, THERE, chunks, self.max_tokens)
-            self.back = Chunks(self.heap, BACK, chunks, self.max_tokens)
+            self.back = Chunks(self.heap, BACK, min(launch.back or chunks, self.max_tokens), self.max_tokens)
 
     def _agree(self, num_tokens: int) -> None:
         """Collective, once: size the buffers by the largest first batch."""

@@ -26,6 +26,7 @@ from ..dispatch.base import Arrived, Rebuild, span
 from ..dispatch.device_buffers import Chunks, Scratch
 from ..dispatch.layout import Part, Region
 from ..dispatch.rowwise_device import CHANNEL, LARGE, THERE, DeviceRowwiseDispatcher, DeviceState
+from ..dispatch.tuned import resolve
 from ..heap import Phase
 from ..heap.pool import SlotPool
 from ..kernels import mxfp8_fan_out_triton as fan_out_kernels
@@ -139,7 +140,7 @@ class DeviceRowwiseMXFP8(MXFP8Movements, DeviceRowwiseDispatcher):
             self.grad_pool = SlotPool(self.heap, grad.nbytes, 3, "gradient rows")
         # Every rank has pulled the gradients that lie in payload slots.
         self.pulled = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.set_launch(self.config.launch)
+        self.set_launch(resolve(self.config.launch, self.shape(max_tokens)))
         self.slots = self.config.slots or 4
         self.payload = SlotPool(self.heap, self.payload_region.nbytes, self.slots + 1, "payload")
         handle, self.ahead = self._lease(self.payload, "")
