@@ -55,7 +55,10 @@ class _Who:
 
     @staticmethod
     def own() -> _Who:
-        return _Who(Process.own(), os.readlink("/proc/self/ns/pid"))
+        try:
+            return _Who(Process.own(), os.readlink("/proc/self/ns/pid"))
+        except OSError:  # no Linux: nobody can look whether this process still runs
+            return _Who(Process("", os.getpid(), 0), "")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -297,7 +300,7 @@ class GroupWatch:
             return "unknown"
         if rank in self._closed:
             return CLOSED
-        if (who.process.boot, who.namespace) != (self._me.process.boot, self._me.namespace):
+        if not who.namespace or (who.process.boot, who.namespace) != (self._me.process.boot, self._me.namespace):
             return "on another host"
         letter = who.process.state()
         if letter is None:

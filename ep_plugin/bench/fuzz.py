@@ -2,7 +2,7 @@
 oracle, forward and backward, until one differs; then the smallest case that still does.
 
 All ranks draw the same cases from the same seed, so nothing but results travels between them. A dispatcher serves
-``SETS`` cases; heaps and groups live until something fails.
+many cases; heaps and groups live until something fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..heap import Heap, open_heap
 from ..topology import layout
 from .fuzz_case import Case, Setting, differences, draw_case, draw_setting, step
 
-SETS = 25  # cases of one dispatcher
+SETS = {"cpu": 25, "cuda": 100}  # cases of one dispatcher, which takes longer to make on GPUs
 SHRINK_TRIES = 150
 PLANTS = ("none", "dropped-wait", "swapped-rows", "lost-row", "wrong-weight")
 Oracle = list[list[Tensor]]
@@ -126,7 +126,7 @@ class Fuzzer:
 
     def _draw(self, rng: random.Random) -> tuple[list[Case], list[Callable[[], list[Oracle]]]]:
         setting = draw_setting(rng, self.world, self.device.type)
-        cases = [draw_case(rng, setting, self.device.type) for _ in range(SETS)]
+        cases = [draw_case(rng, setting, self.device.type) for _ in range(SETS[self.device.type])]
         return cases, [self._oracle(case, number) for number, case in enumerate(cases)]
 
     def _oracle(self, case: Case, number: int = 0) -> Callable[[], list[Oracle]]:

@@ -186,12 +186,14 @@ class Case:
             for fewer in sorted({0, tokens // 2, tokens - 1}):
                 if 0 <= fewer < tokens:
                     yield replace(self, tokens=(*self.tokens[:r], fewer, *self.tokens[r + 1 :]))
-        plain: dict[str, Any] = dict(schedule="none", policy="dropless", weight_at="hidden", etp=1, width=8)
-        if s.hidden > 8 and s.dtype != "bfloat16":
-            plain["hidden"] = 8
+        plain: dict[str, Any] = dict(schedule="none", weight_at="hidden", etp=1)
+        if s.width < MOST_TOKENS:  # GPUs, whose kernels take few widths, draw wider ones
+            plain |= dict(width=8, hidden=min(s.hidden, 8))
         for name, value in plain.items():
             if getattr(s, name) != value:
                 yield replace(self, setting=replace(s, **{name: value}))
+        if s.policy != "dropless":
+            yield replace(self, setting=replace(s, policy="dropless", factor=float(s.ep)))
         for name in ("top_k", "local_experts"):
             if getattr(s, name) > 1:
                 less: Setting = replace(s, **{name: getattr(s, name) - 1})
@@ -222,13 +224,17 @@ def draw_setting(rng: random.Random, world: int, device: str) -> Setting:
     waves = path != "local" and rng.random() < 0.3
     local = rng.choice((1, 2, 3, 4)) if device == "cpu" else 4
     by = rng.choice(("token", "expert")) if local > 1 else "token"
+    policy = rng.choice(("dropless", "dropless", "rank", "source", "expert"))
+    factor = rng.choice((0.3, 0.75, 1.0, 1.25, 1.2, 2.0))
+    if device != "cpu" and policy == "dropless":
+        factor = float(ep)  # where buffers have a bound, one that holds whatever comes
     return Setting(
         ep=ep,
         etp=etp,
         path=path,
         weight_at=weight_at,
-        policy=rng.choice(("dropless", "dropless", "rank", "source", "expert")),
-        factor=rng.choice((0.3, 0.75, 1.0, 1.25, 1.2, 2.0)),
+        policy=policy,
+        factor=factor,
         schedule=rng.choice(("wave_sequential", "wave_overlapped")) if waves else "none",
         waves=rng.choice((2, 3)) if by == "token" else 2,
         by=by,
