@@ -146,7 +146,7 @@ def _gated_swish_backward(
                 tl.store(hidden + row * F + cols, values, mask=cols < F)
             if hidden_placed is not None:
                 values = narrow(swish * linear * weight, hidden_placed.dtype.element_ty)
-                tl.store(hidden_placed + target * F + cols, values, mask=(cols < F) & (target >= 0))
+                tl.store(hidden_placed + target * F + cols, values, mask=cols < tl.where(target >= 0, F, 0))
             if dup is not None:
                 weighted = grad * weight
                 bent = swish
@@ -163,14 +163,14 @@ def _gated_swish_backward(
                     wide = block * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
                     tl.store(out + wide, both, mask=wide < 2 * F)
                     if dup_placed is not None:
-                        there = (wide < 2 * F) & (target >= 0)
+                        there = wide < tl.where(target >= 0, 2 * F, 0)
                         tl.store(dup_placed + target * (2 * F) + wide, both, mask=there)
                 else:
                     dgate, dlinear = narrow(dgate, dup.dtype.element_ty), narrow(dlinear, dup.dtype.element_ty)
                     tl.store(out + cols, dgate, mask=cols < F)
                     tl.store(out + F + cols, dlinear, mask=cols < F)
                     if dup_placed is not None:
-                        there = (cols < F) & (target >= 0)
+                        there = cols < tl.where(target >= 0, F, 0)
                         tl.store(dup_placed + target * (2 * F) + cols, dgate, mask=there)
                         tl.store(dup_placed + target * (2 * F) + F + cols, dlinear, mask=there)
         if dweights is not None:
