@@ -8,12 +8,20 @@ from typing import Any
 from ..config import EPConfig, one_of
 
 EXPERTS = ("megatron", "plugin")
+_OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")  # of communication with other work
 
 
 def check_options(config: Any, ep: EPConfig, experts: str, *, ep_size: int, etp_size: int) -> None:
     """``ValueError`` naming the first setting of Megatron's ``config`` that ``ep`` cannot honour."""
     one_of("experts", experts, EXPERTS)
     ep.validate()
+    if ep.schedule.kind != "none":
+        beside = [name for name in _OVERLAPS if getattr(config, name, False)]
+        raise ValueError(
+            f"schedule.kind={ep.schedule.kind!r}: Megatron calls dispatch, experts and combine one by one, and waves"
+            " run them as one step; use schedule.kind='none'. Megatron's own overlaps work over this dispatcher:"
+            f" {' and '.join(_OVERLAPS)} ({', '.join(beside) or 'none'} is on)"
+        )
     if ep.dispatcher == "local" and ep_size > 1:
         raise ValueError(
             f"dispatcher='local' moves no rows between ranks, but expert_model_parallel_size={ep_size}: use 'rowwise'"
