@@ -43,6 +43,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "biases": dict(add_bias_linear=True),
     "not gated": dict(gated_linear_unit=False, activation_func=torch.nn.functional.gelu),
     "clamped": dict(activation_func_clamp_value=0.5, glu_linear_offset=1.0),
+    "recomputed": dict(recompute_granularity="selective", recompute_modules=["moe"]),
     "bf16": dict(params_dtype=torch.bfloat16, bf16=True),
     "bf16 router too": dict(params_dtype=torch.bfloat16, bf16=True, moe_router_dtype=None),
 }

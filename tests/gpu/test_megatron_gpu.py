@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "aux loss": dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1),
     "shared expert, overlapped": dict(moe_shared_expert_intermediate_size=128, moe_shared_expert_overlap=True),
+    "clamped": dict(activation_func_clamp_value=0.5, glu_linear_offset=1.0),
+    "recomputed": dict(recompute_granularity="selective", recompute_modules=["moe"]),
     "capacity": dict(moe_expert_capacity_factor=0.8),
     "capacity, padded": dict(moe_expert_capacity_factor=0.8, moe_pad_expert_input_to_capacity=True),
 }
