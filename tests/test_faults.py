@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ep_plugin.dispatch import Dispatcher
-from ep_plugin.heap import HeapAborted, HeapTimeout, region
+from ep_plugin.heap import HeapAborted, HeapTimeout, Phase, region
 from ep_plugin.layer import moe_step
 from ep_plugin.watch import GroupWatch
 from tests.dist import Exit, run_fresh
@@ -231,3 +231,28 @@ def test_after_all_of_these_the_next_run_starts_clean():
     for path in PATHS:
         exits = run_forked(goes_well, WORLD, path)
         assert [(exit.code, exit.stdout.strip()) for exit in exits] == [(0, "0")] * WORLD, exits
+
+
+class NeverReached:
+    """A device event that stays ahead of the device."""
+
+    def query(self) -> bool:
+        return False
+
+
+def stuck_on_the_device(rank: int, world: int) -> str:
+    """What block's ``check`` says on GPUs where an enqueued collective does not end; the last rank has not come."""
+    dispatcher = PROBLEM.dispatcher("block", timeout_s=1.0)
+    if rank == BAD:
+        time.sleep(2.5)
+        return ""
+    dispatcher.watch._on_device.append((dispatcher.watch._number + 1, Phase("combine", "layers.1"), NeverReached()))
+    with pytest.raises((HeapTimeout, HeapAborted)) as caught:
+        dispatcher.check()
+    return str(caught.value)
+
+
+def test_a_collective_that_hangs_on_the_device_is_named(pool):
+    """Fault: on GPUs, where the host does not wait, a check before the optimizer step that passes or hangs."""
+    for text in pool.run(stuck_on_the_device, WORLD)[:BAD]:
+        assert re.search(rf"in combine of layers\.1: waited 1\.\d s for rank {BAD} \(pid \d+, running\)", text), text

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ep_plugin.drawing import topology_svg, topology_text
 from ep_plugin.topology import KINDS, ProcessGroups, experts_of, layout, main
 
 
@@ -260,3 +262,37 @@ def create_for_another_world(rank, world):
 def test_another_world_size_is_refused_before_any_group_is_made(pool):
     """Catches a mismatch found half way, which leaves the other ranks waiting."""
     assert pool.run(create_for_another_world, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("degrees", [dict(ep=4), dict(tp=2, cp=2, ep=4), dict(tp=2, etp=2, ep=2), dict(pp=2, ep=2)])
+def test_pictures_show_every_rank_and_its_group(degrees):
+    """Fault: a picture of another layout than the table: a rank left out, or in a group that it is not in."""
+    chosen = layout(8, **degrees)
+    text = topology_text(chosen, 8)
+    drawn = [line.split("|")[1].split() for line in text.splitlines() if "|" in line]
+    rows = len(drawn) // chosen.pp
+    names = [line.split("|")[0].strip() for line in text.splitlines() if "|" in line][:rows]
+    columns = [
+        dict(zip(names, cells, strict=True))
+        for stage in range(chosen.pp)
+        for cells in zip(*drawn[stage * rows : (stage + 1) * rows], strict=True)
+    ]
+    assert [int(column["rank"]) for column in columns] == list(range(8))
+    for a in columns:
+        for b in columns:
+            same_stage = chosen.coordinate(int(a["rank"]))["pp"] == chosen.coordinate(int(b["rank"]))["pp"]
+            together = int(b["rank"]) in chosen.group_of("ep_mp", int(a["rank"]))
+            assert together == (same_stage and a["EP_MP group"][0] == b["EP_MP group"][0])
+    shapes = ElementTree.fromstring(topology_svg(chosen, 8))
+    said = [element.text for element in shapes.iter("{http://www.w3.org/2000/svg}text")]
+    assert [said.count(str(rank)) for rank in range(8)] == [2] * 8
+
+
+def test_the_command_draws(tmp_path, capsys):
+    """Fault: an option that draws nothing; a world too large for a picture ends with a traceback."""
+    file = tmp_path / "layout.svg"
+    main(["--world", "8", "--ep", "4", "--draw", "--svg", str(file)])
+    assert "A0" in capsys.readouterr().out and file.read_text().startswith("<svg")
+    with pytest.raises(SystemExit) as caught:
+        main(["--world", "256", "--ep", "4", "--svg", str(file)])
+    assert caught.value.code == 2 and "256 ranks does not fit a picture" in capsys.readouterr().err
