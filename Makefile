@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 MEGATRON_LATEST := .venv/megatron-latest
+TRANSFORMERS_4 := .venv/transformers-4
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint bench docs
@@ -10,7 +11,7 @@ demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m ep_plugin.launch experiment=demo
 
 # Run again once, and reported as such: a test one of whose processes was aborted by a C++ thread (seen once, cause not found).
-test: $(READY) $(MEGATRON_LATEST)/.ready
+test: $(READY) $(MEGATRON_LATEST)/.ready $(TRANSFORMERS_4)/.ready
 	$(BIN)/pytest -q --reruns 1 --only-rerun 'terminate called without an active exception'
 
 lint: $(READY)
@@ -40,4 +41,12 @@ $(MEGATRON_LATEST)/.ready: $(READY)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
 		--dest .venv/wheels megatron-core==0.19.2
 	$(BIN)/python -m zipfile -e .venv/wheels/megatron_core-0.19.2-*.whl $(MEGATRON_LATEST)
+	touch $@
+
+# The last transformers 4, with the packages that it wants older than the installed one does.
+$(TRANSFORMERS_4)/.ready: $(READY)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+		--dest .venv/wheels transformers==4.57.6 huggingface-hub==0.36.2 tokenizers==0.22.2
+	for wheel in transformers-4.57.6 huggingface_hub-0.36.2 tokenizers-0.22.2; do \
+		$(BIN)/python -m zipfile -e .venv/wheels/$$wheel-*.whl $(TRANSFORMERS_4) || exit 1; done
 	touch $@

@@ -49,11 +49,11 @@ class ExpertsLayout:
 
     def tensors(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Up and down of this rank's experts, and their biases."""
-        up, down, up_bias, down_bias = (
-            None if name is None else functools.reduce(getattr, name.split("."), module)
-            for name in (self.up, self.down, self.up_bias, self.down_bias)
-        )
-        assert up is not None and down is not None
+
+        def read(name: str | None) -> Any:
+            return None if name is None else functools.reduce(getattr, name.split("."), module)
+
+        up, down, up_bias, down_bias = read(self.up), read(self.down), read(self.up_bias), read(self.down_bias)
         return up, down, up_bias, down_bias
 
     def run(self, module: nn.Module, d: Dispatched, weight_at: WeightAt) -> Tensor:

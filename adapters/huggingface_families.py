@@ -33,6 +33,8 @@ from .huggingface_experts import (
     signature,
 )
 
+Foreign = Any
+"""A module of transformers, of which we read what its class is known to have."""
 Route = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Tokens [..., D], expert ids [T, K] (−1: no route) and weights [T, K] → the experts' weighted sum [..., D]."""
 OverRows = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
@@ -99,27 +101,27 @@ class Family:
     stored = "[E, …] parameters"
     runs_rows = True  # the module's own code can run on rows with one route each
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         """Whether ``module`` is one of this family."""
         return is_experts(module)
 
-    def experts(self, module: nn.Module) -> int:
+    def experts(self, module: Foreign) -> int:
         """E of a module that is whole, or whose experts were loaded by rank (``whole_experts`` on its parameters)."""
         return getattr(self._down(module), "whole_experts", self.here(module))
 
-    def here(self, module: nn.Module) -> int:
+    def here(self, module: Foreign) -> int:
         """How many experts the module holds now: E_l once it is cut."""
         return self._down(module).shape[0]
 
-    def width(self, module: nn.Module) -> int:
+    def width(self, module: Foreign) -> int:
         """The width of the rows that travel: D."""
         down = self._down(module)
         return down.shape[2] if getattr(module, "is_transposed", False) else down.shape[1]
 
-    def _down(self, module: nn.Module) -> nn.Parameter:
+    def _down(self, module: Foreign) -> nn.Parameter:
         return module.get_parameter("down_proj")
 
-    def top_k(self, module: nn.Module, parent: nn.Module | None) -> int | None:
+    def top_k(self, module: Foreign, parent: nn.Module | None) -> int | None:
         """K as the module's config or the block around it says; None where they do not, or not alike."""
         config = getattr(module, "config", None)
         found = {value for key in TOP_K if isinstance(value := getattr(config, key, None), int)}
@@ -129,7 +131,7 @@ class Family:
                     found.add(value)
         return found.pop() if len(found) == 1 else None
 
-    def parameters(self, name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    def parameters(self, name: str, module: Foreign) -> dict[str, nn.Parameter]:
         """The experts' parameters by their name in ``module``.
 
         Raises ``ValueError`` for a parameter or buffer of the module itself of which it is not known. (Those of its
@@ -146,11 +148,11 @@ class Family:
             )
         return found
 
-    def share(self, module: nn.Module, key: str) -> Share:
+    def share(self, module: Foreign, key: str) -> Share:
         """How the parameter ``key`` of the whole ``module`` is divided."""
         return Share(self.experts(module))
 
-    def cut(self, module: nn.Module, parameters: dict[str, nn.Parameter], ep: int, rank: int) -> None:
+    def cut(self, module: Foreign, parameters: dict[str, nn.Parameter], ep: int, rank: int) -> None:
         """Cut the whole module down to the experts of ``rank`` and free the others."""
         shares = {key: self.share(module, key) for key in parameters}
         if ep > 1:
@@ -159,20 +161,20 @@ class Family:
                     continue  # loaded like this
                 parameter.data = shares[key].own(parameter.data, ep, rank).clone()
 
-    def layout(self, name: str, module: nn.Module) -> ExpertsLayout:
+    def layout(self, name: str, module: Foreign) -> ExpertsLayout:
         """How our grouped MLP reads the experts. Raises ``NotOurs`` when it does not know what they compute."""
         return layout_of(name, module)
 
-    def over_rows(self, name: str, module: nn.Module) -> OverRows:
+    def over_rows(self, name: str, module: Foreign) -> OverRows:
         """The module's own code for its local experts, over rows that each have one route."""
-        module.num_experts = self.here(module)  # type: ignore[assignment]
+        module.num_experts = self.here(module)
         return functools.partial(one_route_per_row, module.forward)
 
-    def own(self, module: nn.Module) -> Callable[..., Any]:
+    def own(self, module: Foreign) -> Callable[..., Any]:
         """The replaced method as the module's class spells it, without transformers' choice of implementations."""
         return inspect.unwrap(getattr(type(module), self.entry)).__get__(module)
 
-    def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
+    def replacement(self, module: Foreign, route: Route) -> Callable[..., Any]:
         """What takes the place of the replaced method."""
         arguments = inspect.signature(getattr(module, self.entry))
         experts = self.experts(module)
@@ -183,11 +185,11 @@ class Family:
 
         return forward
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         """A copy of ``module`` with 3 small random experts in float64, and arguments for its replaced method."""
         draw = Draw()
-        small = copy.copy(module)
-        small.num_experts = SMALL_EXPERTS  # type: ignore[assignment]
+        small: Foreign = copy.copy(module)
+        small.num_experts = SMALL_EXPERTS
         layout = self.layout(name, small)
         inner = layout.activation.inputs_per_output * SMALL_WIDTH
         shapes: dict[str | None, tuple[int, ...]] = {
@@ -257,7 +259,7 @@ def weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
 class DenseWeights(Family):
     """gpt_oss before transformers 5: the weights [T, E] of all experts, of which the ids choose K."""
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         if not is_experts(module) or signature(module)[2] != ARGUMENTS[2][1]:
             return False
         try:
@@ -266,7 +268,7 @@ class DenseWeights(Family):
             return False
         return True
 
-    def layout(self, name: str, module: nn.Module) -> ExpertsLayout:
+    def layout(self, name: str, module: Foreign) -> ExpertsLayout:
         alpha, limit = getattr(module, "alpha", 1.702), getattr(module, "limit", 7.0)
         return ExpertsLayout(
             "gate_up_proj",
@@ -277,10 +279,10 @@ class DenseWeights(Family):
             Activation.clamped_swiglu(alpha=alpha, limit=limit),
         )
 
-    def width(self, module: nn.Module) -> int:
+    def width(self, module: Foreign) -> int:
         return self._down(module).shape[2]
 
-    def over_rows(self, name: str, module: nn.Module) -> OverRows:
+    def over_rows(self, name: str, module: Foreign) -> OverRows:
         experts = self.here(module)
 
         def forward(rows: Tensor, experts_of_row: Tensor, weights: Tensor) -> Tensor:
@@ -291,15 +293,16 @@ class DenseWeights(Family):
         own = module.forward
         return functools.partial(one_route_per_row, forward)
 
-    def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
+    def replacement(self, module: Foreign, route: Route) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
             return route(hidden_states, router_indices, routing_weights.gather(1, router_indices))
 
         return forward
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
-        small, (x, ids, _) = super().small(name, module)
-        small.hidden_size, small.expert_dim, small.intermediate_size = SMALL_HIDDEN, SMALL_WIDTH, SMALL_WIDTH  # type: ignore[assignment]
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
+        copied, (x, ids, _) = super().small(name, module)
+        small: Foreign = copied
+        small.hidden_size, small.expert_dim, small.intermediate_size = SMALL_HIDDEN, SMALL_WIDTH, SMALL_WIDTH
         return small.train(), (x[None], ids, Draw().weights(SMALL_EXPERTS))
 
 
@@ -308,52 +311,49 @@ class Dbrx(Family):
 
     stored = "[E·F, D] parameters"
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         return type(module).__name__ == "DbrxExperts"
 
-    def here(self, module: nn.Module) -> int:
-        return self._down(module).shape[0] // module.ffn_hidden_size  # type: ignore[operator]
+    def here(self, module: Foreign) -> int:
+        return self._down(module).shape[0] // module.ffn_hidden_size
 
-    def width(self, module: nn.Module) -> int:
+    def width(self, module: Foreign) -> int:
         return self._down(module).shape[1]
 
-    def _down(self, module: nn.Module) -> nn.Parameter:
+    def _down(self, module: Foreign) -> nn.Parameter:
         return module.get_parameter("mlp.w2")
 
-    def parameters(self, name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    def parameters(self, name: str, module: Foreign) -> dict[str, nn.Parameter]:
         return {f"mlp.{key}": module.get_parameter(f"mlp.{key}") for key in ("w1", "v1", "w2")}
 
-    def share(self, module: nn.Module, key: str) -> Share:
-        return Share(self.experts(module), rows=module.ffn_hidden_size)  # type: ignore[arg-type]
+    def share(self, module: Foreign, key: str) -> Share:
+        return Share(self.experts(module), rows=module.ffn_hidden_size)
 
-    def layout(self, name: str, module: nn.Module) -> ExpertsLayout:
-        activation = activation_of(name, module, module.mlp.activation_fn, gated=True)  # type: ignore[union-attr]
+    def layout(self, name: str, module: Foreign) -> ExpertsLayout:
+        activation = activation_of(name, module, module.mlp.activation_fn, gated=True)
         return DbrxLayout("mlp.v1", "mlp.w2", None, None, False, activation)
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         draw, small = Draw(), copy.copy(module)
-        small.num_experts, small.ffn_hidden_size, small.hidden_size = SMALL_EXPERTS, SMALL_WIDTH, SMALL_HIDDEN  # type: ignore[assignment]
+        small.num_experts, small.ffn_hidden_size, small.hidden_size = SMALL_EXPERTS, SMALL_WIDTH, SMALL_HIDDEN
         mlp = copy.copy(module.mlp)
         shape = (SMALL_EXPERTS * SMALL_WIDTH, SMALL_HIDDEN)
-        mlp._parameters = {key: draw.parameter(*shape) for key in ("w1", "v1", "w2")}  # type: ignore[union-attr]
-        small._modules = {"mlp": mlp}  # type: ignore[dict-item]
+        mlp._parameters = {key: draw.parameter(*shape) for key in ("w1", "v1", "w2")}
+        small._modules = {"mlp": mlp}
         return small, (draw.tokens()[None], draw.ids(), draw.weights())
 
 
 class DbrxLayout(ExpertsLayout):
     """Gate and up are two parameters, read as [E_l, F, D] in place."""
 
-    def run(self, module: nn.Module, d: Dispatched, weight_at: WeightAt) -> Tensor:
+    def run(self, module: Foreign, d: Dispatched, weight_at: WeightAt) -> Tensor:
         shape = (-1, module.ffn_hidden_size, d.rows.shape[1])
-        gate, up, down = (
-            module.get_parameter(f"mlp.{key}").to(d.rows.dtype).view(shape)  # type: ignore[arg-type]
-            for key in ("w1", "v1", "w2")
-        )
-        kwargs = {"num_rows": d.num_rows}
-        projected = [grouped_linear(d.rows, w, d.offsets, saved_rows=d.rebuild, **kwargs) for w in (gate, up)]  # type: ignore[arg-type]
+        gate, up, down = (module.get_parameter(f"mlp.{key}").to(d.rows.dtype).view(shape) for key in ("w1", "v1", "w2"))
+        kwargs: dict[str, Any] = {"num_rows": d.num_rows}
+        projected = [grouped_linear(d.rows, w, d.offsets, saved_rows=d.rebuild, **kwargs) for w in (gate, up)]
         weights = d.weights if weight_at == "hidden" else None
         hidden = weighted_activation(torch.cat(projected, 1), weights, d.offsets, self.activation, **kwargs)
-        return grouped_linear(hidden, down, d.offsets, transposed=True, **kwargs)  # type: ignore[arg-type]
+        return grouped_linear(hidden, down, d.offsets, transposed=True, **kwargs)
 
 
 class LongcatFlash(Family):
@@ -362,21 +362,21 @@ class LongcatFlash(Family):
     stored = "[E, …] parameters, identity experts"
     runs_rows = False
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         return type(module).__name__ == "LongcatFlashExperts" and getattr(module, "gate_up_proj", None) is not None
 
-    def parameters(self, name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    def parameters(self, name: str, module: Foreign) -> dict[str, nn.Parameter]:
         return {key: module.get_parameter(key) for key in ("gate_up_proj", "down_proj")}
 
-    def share(self, module: nn.Module, key: str) -> Share:
+    def share(self, module: Foreign, key: str) -> Share:
         experts = self.experts(module)
         return Share(experts, tail=module.get_parameter(key).shape[0] - experts)
 
-    def layout(self, name: str, module: nn.Module) -> ExpertsLayout:
+    def layout(self, name: str, module: Foreign) -> ExpertsLayout:
         activation = activation_of(name, module, module.act_fn, gated=True)
         return LongcatLayout("gate_up_proj", "down_proj", None, None, False, activation)
 
-    def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
+    def replacement(self, module: Foreign, route: Route) -> Callable[..., Any]:
         experts = self.experts(module)  # before it is cut
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -388,10 +388,10 @@ class LongcatFlash(Family):
 
         return forward
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         draw, small, zero = Draw(), copy.copy(module), 2
-        small.num_routed_experts, small.zero_expert_num = SMALL_EXPERTS, zero  # type: ignore[assignment]
-        small.total_experts = SMALL_EXPERTS + zero  # type: ignore[assignment]
+        small.num_routed_experts, small.zero_expert_num = SMALL_EXPERTS, zero
+        small.total_experts = SMALL_EXPERTS + zero
         small._parameters = {
             "gate_up_proj": draw.parameter(SMALL_EXPERTS + zero, 2 * SMALL_WIDTH, SMALL_HIDDEN),
             "down_proj": draw.parameter(SMALL_EXPERTS, SMALL_HIDDEN, SMALL_WIDTH),
@@ -402,9 +402,9 @@ class LongcatFlash(Family):
 class LongcatLayout(ExpertsLayout):
     """Without the rows of identity experts."""
 
-    def tensors(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        up, down, *biases = super().tensors(module)
-        return up[: down.shape[0]], down, *biases  # type: ignore[return-value]
+    def tensors(self, module: Foreign) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        up, down, _, _ = super().tensors(module)
+        return up[: down.shape[0]], down, None, None
 
 
 class Llama4(Family):
@@ -413,26 +413,26 @@ class Llama4(Family):
     stored = "[E, …] parameters"
     weight_at: WeightAt | None = "input"
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         return type(module).__name__ == "Llama4TextMoe"
 
-    def _down(self, module: nn.Module) -> nn.Parameter:
+    def _down(self, module: Foreign) -> nn.Parameter:
         return module.get_parameter("experts.down_proj")
 
-    def width(self, module: nn.Module) -> int:
+    def width(self, module: Foreign) -> int:
         return self._down(module).shape[2]
 
-    def top_k(self, module: nn.Module, parent: nn.Module | None) -> int | None:
-        return module.top_k  # type: ignore[return-value]
+    def top_k(self, module: Foreign, parent: nn.Module | None) -> int | None:
+        return module.top_k
 
-    def parameters(self, name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    def parameters(self, name: str, module: Foreign) -> dict[str, nn.Parameter]:
         return {key: module.get_parameter(key) for key in ("experts.gate_up_proj", "experts.down_proj")}
 
-    def layout(self, name: str, module: nn.Module) -> ExpertsLayout:
-        activation = activation_of(name, module, module.experts.act_fn, gated=True)  # type: ignore[union-attr]
+    def layout(self, name: str, module: Foreign) -> ExpertsLayout:
+        activation = activation_of(name, module, module.experts.act_fn, gated=True)
         return ExpertsLayout("experts.gate_up_proj", "experts.down_proj", None, None, True, activation)
 
-    def over_rows(self, name: str, module: nn.Module) -> OverRows:
+    def over_rows(self, name: str, module: Foreign) -> OverRows:
         experts, own = self.here(module), module.experts
 
         def forward(rows: Tensor, experts_of_row: Tensor, weights: Tensor | None) -> Tensor:
@@ -441,33 +441,33 @@ class Llama4(Family):
             first = torch.tensor([0, *counts[:-1]], device=rows.device).cumsum(0)
             place = experts_of_row * most + torch.arange(len(rows), device=rows.device) - first[experts_of_row]
             blocks = rows.new_zeros(experts * most, rows.shape[1]).index_copy(0, place, weighted(rows, weights))
-            out: Tensor = own(blocks)[place]  # type: ignore[operator]
+            out: Tensor = own(blocks)[place]
             return out
 
         return forward
 
-    def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
+    def replacement(self, module: Foreign, route: Route) -> Callable[..., Any]:
         def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-            x = hidden_states.reshape(-1, module.hidden_dim)  # type: ignore[arg-type]
-            scores, logits = module.router(x)  # type: ignore[operator]
-            idx = logits.topk(module.top_k, dim=1).indices  # type: ignore[arg-type]
-            return module.shared_expert(x) + route(x, idx, scores.gather(1, idx)), logits  # type: ignore[operator]
+            x = hidden_states.reshape(-1, module.hidden_dim)
+            scores, logits = module.router(x)
+            idx = logits.topk(module.top_k, dim=1).indices
+            return module.shared_expert(x) + route(x, idx, scores.gather(1, idx)), logits
 
         return forward
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         draw, small = Draw(), copy.copy(module)
         experts, router = copy.copy(module.experts), copy.copy(module.router)
-        small.hidden_dim, small.num_experts, small.top_k = SMALL_HIDDEN, SMALL_EXPERTS, SMALL_TOP_K  # type: ignore[assignment]
-        experts.num_experts, experts.hidden_size, experts.expert_dim = SMALL_EXPERTS, SMALL_HIDDEN, SMALL_WIDTH  # type: ignore[union-attr,assignment]
-        experts._parameters = {  # type: ignore[union-attr]
+        small.hidden_dim, small.num_experts, small.top_k = SMALL_HIDDEN, SMALL_EXPERTS, SMALL_TOP_K
+        experts.num_experts, experts.hidden_size, experts.expert_dim = SMALL_EXPERTS, SMALL_HIDDEN, SMALL_WIDTH
+        experts._parameters = {
             "gate_up_proj": draw.parameter(SMALL_EXPERTS, SMALL_HIDDEN, 2 * SMALL_WIDTH),
             "down_proj": draw.parameter(SMALL_EXPERTS, SMALL_WIDTH, SMALL_HIDDEN),
         }
-        router._parameters = {"weight": draw.parameter(SMALL_EXPERTS, SMALL_HIDDEN), "bias": None}  # type: ignore[union-attr,dict-item]
-        router.num_experts, router.top_k = SMALL_EXPERTS, SMALL_TOP_K  # type: ignore[union-attr,assignment]
+        router._parameters = {"weight": draw.parameter(SMALL_EXPERTS, SMALL_HIDDEN), "bias": None}
+        router.num_experts, router.top_k = SMALL_EXPERTS, SMALL_TOP_K
         shared = draw.linear(SMALL_HIDDEN, SMALL_HIDDEN)
-        small._modules = {"experts": experts, "router": router, "shared_expert": shared}  # type: ignore[dict-item]
+        small._modules = {"experts": experts, "router": router, "shared_expert": shared}
         return small, (draw(1, SMALL_TOKENS, SMALL_HIDDEN),)
 
 
@@ -476,38 +476,38 @@ class JetMoe(Family):
 
     stored = "[E, …] parameters"
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         return type(module).__name__ == "JetMoeMoE"
 
-    def _down(self, module: nn.Module) -> nn.Parameter:
+    def _down(self, module: Foreign) -> nn.Parameter:
         return module.get_parameter("output_linear.weight")
 
-    def top_k(self, module: nn.Module, parent: nn.Module | None) -> int | None:
-        return module.router.top_k  # type: ignore[union-attr,return-value]
+    def top_k(self, module: Foreign, parent: nn.Module | None) -> int | None:
+        return module.router.top_k
 
-    def parameters(self, name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    def parameters(self, name: str, module: Foreign) -> dict[str, nn.Parameter]:
         return {key: module.get_parameter(key) for key in ("input_linear.weight", "output_linear.weight")}
 
-    def layout(self, name: str, module: nn.Module) -> ExpertsLayout:
+    def layout(self, name: str, module: Foreign) -> ExpertsLayout:
         activation = activation_of(name, module, module.activation, gated=True)
         return ExpertsLayout("input_linear.weight", "output_linear.weight", None, None, False, activation)
 
-    def over_rows(self, name: str, module: nn.Module) -> OverRows:
+    def over_rows(self, name: str, module: Foreign) -> OverRows:
         experts = self.here(module)
         for linear in (module.input_linear, module.output_linear):
-            linear.num_experts = experts  # type: ignore[union-attr,assignment]
+            linear.num_experts = experts
 
         def forward(rows: Tensor, experts_of_row: Tensor, weights: Tensor | None) -> Tensor:
             counts = sizes(experts_of_row, experts)
-            gate, up = module.input_linear(rows, counts).chunk(2, dim=-1)  # type: ignore[operator]
-            return weighted(module.output_linear(module.activation(gate) * up, counts), weights)  # type: ignore[operator]
+            gate, up = module.input_linear(rows, counts).chunk(2, dim=-1)
+            return weighted(module.output_linear(module.activation(gate) * up, counts), weights)
 
         return forward
 
-    def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
+    def replacement(self, module: Foreign, route: Route) -> Callable[..., Any]:
         def forward(layer_input: Tensor) -> Tensor:
             x = layer_input.reshape(-1, layer_input.shape[-1])
-            order, _, sorted_gates, counts, _ = module.router(x)  # type: ignore[operator]
+            order, _, sorted_gates, counts, _ = module.router(x)
             sorted_ids = torch.arange(len(counts), device=x.device).repeat_interleave(
                 torch.tensor(counts, device=x.device), output_size=order.numel()
             )
@@ -518,27 +518,27 @@ class JetMoe(Family):
 
         return forward
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         draw, small, router = Draw(), copy.copy(module), copy.copy(module.router)
-        small.input_size, small.hidden_size = SMALL_HIDDEN, SMALL_WIDTH  # type: ignore[assignment]
+        small.input_size, small.hidden_size = SMALL_HIDDEN, SMALL_WIDTH
         small._parameters = {"bias": draw.parameter(SMALL_HIDDEN)}
         linears = []
         for linear, shape in (
             (module.input_linear, (2 * SMALL_WIDTH, SMALL_HIDDEN)),
             (module.output_linear, (SMALL_HIDDEN, SMALL_WIDTH)),
         ):
-            linears.append(_small_parallel_experts(linear, draw.parameter(SMALL_EXPERTS, *shape)))  # type: ignore[arg-type]
-        router.num_experts, router.top_k, router.input_size = SMALL_EXPERTS, SMALL_TOP_K, SMALL_HIDDEN  # type: ignore[union-attr,assignment]
-        router._modules = {"layer": draw.linear(SMALL_HIDDEN, SMALL_EXPERTS)}  # type: ignore[union-attr,dict-item]
+            linears.append(_small_parallel_experts(linear, draw.parameter(SMALL_EXPERTS, *shape)))
+        router.num_experts, router.top_k, router.input_size = SMALL_EXPERTS, SMALL_TOP_K, SMALL_HIDDEN
+        router._modules = {"layer": draw.linear(SMALL_HIDDEN, SMALL_EXPERTS)}
         children = {"input_linear": linears[0], "output_linear": linears[1], "router": router}
-        small._modules = {**module._modules, **children}  # type: ignore[dict-item]
+        small._modules = {**module._modules, **children}
         return small, (draw(1, SMALL_TOKENS, SMALL_HIDDEN),)
 
 
-def _small_parallel_experts(module: nn.Module, weight: nn.Parameter) -> nn.Module:
+def _small_parallel_experts(module: Foreign, weight: nn.Parameter) -> nn.Module:
     small = copy.copy(module)
     small._parameters = {"weight": weight}
-    small.num_experts = weight.shape[0]  # type: ignore[assignment]
+    small.num_experts = weight.shape[0]
     return small
 
 
@@ -550,28 +550,28 @@ class ParallelExperts(Family):
 
     stored = "[E, …] parameters, one linear map"
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         weight = module._parameters.get("weight")
         return weight is not None and weight.dim() == 3 and signature(module) == ["inputs", "expert_size"]
 
-    def _down(self, module: nn.Module) -> nn.Parameter:
+    def _down(self, module: Foreign) -> nn.Parameter:
         return module.get_parameter("weight")
 
-    def width(self, module: nn.Module) -> int:
+    def width(self, module: Foreign) -> int:
         return max(self._down(module).shape[1:])
 
-    def top_k(self, module: nn.Module, parent: nn.Module | None) -> int | None:
+    def top_k(self, module: Foreign, parent: nn.Module | None) -> int | None:
         return 1
 
-    def parameters(self, name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    def parameters(self, name: str, module: Foreign) -> dict[str, nn.Parameter]:
         return {"weight": self._down(module)}
 
-    def layout(self, name: str, module: nn.Module) -> ExpertsLayout:
+    def layout(self, name: str, module: Foreign) -> ExpertsLayout:
         return LinearLayout("weight", "weight", None, None, False, Activation("identity", gated=False))
 
-    def over_rows(self, name: str, module: nn.Module) -> OverRows:
+    def over_rows(self, name: str, module: Foreign) -> OverRows:
         experts, own = self.here(module), module.forward
-        module.num_experts = experts  # type: ignore[assignment]
+        module.num_experts = experts
 
         def forward(rows: Tensor, experts_of_row: Tensor, weights: Tensor | None) -> Tensor:
             out = own(rows[:, : self._down(module).shape[2]], sizes(experts_of_row, experts))
@@ -579,7 +579,7 @@ class ParallelExperts(Family):
 
         return forward
 
-    def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
+    def replacement(self, module: Foreign, route: Route) -> Callable[..., Any]:
         width, outputs = self.width(module), self._down(module).shape[1]
 
         def forward(inputs: Tensor, expert_size: list[int]) -> Tensor:
@@ -592,7 +592,7 @@ class ParallelExperts(Family):
 
         return forward
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         draw = Draw()
         small = _small_parallel_experts(module, draw.parameter(SMALL_EXPERTS, SMALL_WIDTH, SMALL_HIDDEN))
         return small, (draw.tokens(), [5, 0, SMALL_TOKENS - 5])
@@ -601,7 +601,7 @@ class ParallelExperts(Family):
 class LinearLayout(ExpertsLayout):
     """One linear map; rows are padded to the wider side."""
 
-    def run(self, module: nn.Module, d: Dispatched, weight_at: WeightAt) -> Tensor:
+    def run(self, module: Foreign, d: Dispatched, weight_at: WeightAt) -> Tensor:
         weight = module.get_parameter("weight").to(d.rows.dtype)
         inputs = d.rows if weight.shape[2] == d.rows.shape[1] else d.rows[:, : weight.shape[2]].contiguous()
         saved = d.rebuild if inputs is d.rows else None
@@ -610,7 +610,7 @@ class LinearLayout(ExpertsLayout):
         return nn.functional.pad(out, (0, d.rows.shape[1] - out.shape[1]))
 
 
-def check_layout(name: str, module: nn.Module, family: Family | None = None) -> None:
+def check_layout(name: str, module: Foreign, family: Family | None = None) -> None:
     """Run the replaced method of the module's class and ours on the same small random experts in float64;
     ``ValueError`` where they differ.
 
@@ -638,7 +638,7 @@ def check_layout(name: str, module: nn.Module, family: Family | None = None) -> 
 
 
 def _local_route(
-    layout: ExpertsLayout, module: nn.Module, family: Family, x: Tensor, idx: Tensor, weights: Tensor
+    layout: ExpertsLayout, module: Foreign, family: Family, x: Tensor, idx: Tensor, weights: Tensor
 ) -> Tensor:
     """A ``Route`` over experts that are all here."""
     flat, ids, top_k = x.reshape(-1, x.shape[-1]), idx.reshape(-1), idx.shape[1]
@@ -651,7 +651,7 @@ def _local_route(
     return torch.zeros_like(flat).index_add_(0, order // top_k, rows).view(x.shape)
 
 
-def unknown(name: str, module: nn.Module, why: str) -> ValueError:
+def unknown(name: str, module: Foreign, why: str) -> ValueError:
     """The error for a module that does something that is not known here."""
     return ValueError(
         f"the layout of {name} ({type(module).__name__}) is not known: {why}. experts='foreign' runs the module's own"
@@ -669,7 +669,7 @@ def families() -> tuple[Family, ...]:
     return (Dbrx(), LongcatFlash(), Llama4(), JetMoe(), ParallelExperts(), *SEPARATE, DenseWeights(), GENERIC)
 
 
-def family_of(module: nn.Module) -> Family | None:
+def family_of(module: Foreign) -> Family | None:
     """The family of an experts module, or of the block around experts; None: neither."""
     return next((family for family in families() if family.fits(module)), None)
 

@@ -27,6 +27,7 @@ from .huggingface_families import (
     SMALL_WIDTH,
     Draw,
     Family,
+    Foreign,
     OverRows,
     Route,
     Share,
@@ -57,7 +58,7 @@ KNOWN = (
 )
 
 
-def linears_of(name: str, expert: nn.Module) -> Linears:
+def linears_of(name: str, expert: Foreign) -> Linears:
     """The names of an expert's parts; ``ValueError`` if it has others."""
     for known in KNOWN:
         children = {key for key, child in expert.named_children() if isinstance(child, nn.Linear)}
@@ -119,16 +120,20 @@ class StackedLayout(ExpertsLayout):
     linears: Linears = KNOWN[0]
     family: Separate | None = None
 
-    def tensors(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def tensors(self, module: Foreign) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         stacks = getattr(module, "stacked_experts", None)
+        read: list[Any]
         if stacks is not None:
-            up, down, up_bias, down_bias = (None if stack is None else stack.tensor() for stack in stacks)
-            return up, down, up_bias, down_bias  # type: ignore[return-value]
-        assert self.family is not None
-        groups = self.family.groups(module, self.linears)
-        return tuple(  # type: ignore[return-value]
-            None if group is None else torch.stack([torch.cat(list(params)) for params in group]) for group in groups
-        )
+            read = [None if stack is None else stack.tensor() for stack in stacks]
+        else:
+            assert self.family is not None
+            groups = self.family.groups(module, self.linears)
+            read = [
+                None if group is None else torch.stack([torch.cat(tuple(params)) for params in group])
+                for group in groups
+            ]
+        up, down, up_bias, down_bias = read
+        return up, down, up_bias, down_bias
 
 
 class Separate(Family):
@@ -136,7 +141,7 @@ class Separate(Family):
 
     stored = "one module per expert"
 
-    def holder(self, module: nn.Module) -> tuple[str, nn.Module]:
+    def holder(self, module: Foreign) -> tuple[str, nn.Module]:
         """The container of experts, and its name in ``module`` with a dot, or nothing."""
         return "", module
 
@@ -144,24 +149,25 @@ class Separate(Family):
         """The name of an expert in the container."""
         return f"expert_{expert}"
 
-    def local(self, module: nn.Module) -> dict[str, nn.Module]:
+    def local(self, module: Foreign) -> dict[str, nn.Module]:
         """The experts that are here, by their name in the container, in order."""
         children = self.holder(module)[1]._modules
         return {key: child for key, child in children.items() if child is not None and key[-1].isdigit()}
 
-    def experts(self, module: nn.Module) -> int:
+    def experts(self, module: Foreign) -> int:
         return self.here(module)
 
-    def here(self, module: nn.Module) -> int:
+    def here(self, module: Foreign) -> int:
         return len(self.local(module))
 
-    def _linears(self, module: nn.Module) -> Linears:
+    def _linears(self, module: Foreign) -> Linears:
         return linears_of(type(module).__name__, next(iter(self.local(module).values())))
 
-    def width(self, module: nn.Module) -> int:
-        return next(iter(self.local(module).values())).get_submodule(self._linears(module).down).out_features  # type: ignore[return-value]
+    def width(self, module: Foreign) -> int:
+        first: Foreign = next(iter(self.local(module).values()))
+        return int(first.get_submodule(self._linears(module).down).out_features)
 
-    def parameters(self, name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    def parameters(self, name: str, module: Foreign) -> dict[str, nn.Parameter]:
         prefix = self.holder(module)[0]
         return {
             f"{prefix}{key}.{inner}": p
@@ -169,12 +175,12 @@ class Separate(Family):
             for inner, p in expert.named_parameters()
         }
 
-    def share(self, module: nn.Module, key: str) -> Share:
+    def share(self, module: Foreign, key: str) -> Share:
         prefix = self.holder(module)[0]
         number = list(self.local(module)).index(key.removeprefix(prefix).split(".")[0])
         return Share(self.experts(module), expert=number)
 
-    def groups(self, module: nn.Module, linears: Linears) -> list[list[list[nn.Parameter]] | None]:
+    def groups(self, module: Foreign, linears: Linears) -> list[list[list[nn.Parameter]] | None]:
         """Up, down and their biases, each by expert: the parameters that lie one after the other."""
 
         def collect(names: tuple[str | None, ...], kind: str) -> list[list[nn.Parameter]] | None:
@@ -190,7 +196,7 @@ class Separate(Family):
             collect((linears.down,), "bias"),
         ]
 
-    def cut(self, module: nn.Module, parameters: dict[str, nn.Parameter], ep: int, rank: int) -> None:
+    def cut(self, module: Foreign, parameters: dict[str, nn.Parameter], ep: int, rank: int) -> None:
         prefix, container = self.holder(module)
         kept = list(self.local(module).items())
         count = len(kept) // ep
@@ -198,14 +204,14 @@ class Separate(Family):
         if ep > 1:
             others = {key: child for key, child in container._modules.items() if key not in self.local(module)}
             if isinstance(container, nn.ModuleList):
-                setattr(module, prefix.rstrip("."), nn.ModuleDict(kept))
+                setattr(module, prefix.rstrip("."), nn.ModuleDict(dict(kept)))
             else:
                 container._modules = {**others, **dict(kept)}
         groups = self.groups(module, self._linears(module))
         stacks = tuple(None if group is None else Stack(group) for group in groups)
-        module.stacked_experts = stacks  # type: ignore[assignment]
+        module.stacked_experts = stacks
 
-    def layout(self, name: str, module: nn.Module) -> ExpertsLayout:
+    def layout(self, name: str, module: Foreign) -> ExpertsLayout:
         expert = next(iter(self.local(module).values()))
         linears = linears_of(name, expert)
         dropout = [key for key, child in expert.named_modules() if isinstance(child, nn.Dropout) and child.p > 0]
@@ -214,7 +220,7 @@ class Separate(Family):
         activation = activation_of(name, module, getattr(expert, linears.activation), linears.gate is not None)
         return StackedLayout("up", "down", None, None, False, activation, linears, self)
 
-    def over_rows(self, name: str, module: nn.Module) -> OverRows:
+    def over_rows(self, name: str, module: Foreign) -> OverRows:
         experts = list(self.local(module).values())
 
         def forward(rows: Tensor, experts_of_row: Tensor, weights: Tensor | None) -> Tensor:
@@ -224,17 +230,17 @@ class Separate(Family):
 
         return forward
 
-    def after(self, module: nn.Module, rows: Tensor) -> Tensor:
+    def after(self, module: Foreign, rows: Tensor) -> Tensor:
         """What the module does to weighted rows of its experts."""
         return rows
 
-    def small_experts(self, name: str, module: nn.Module, draw: Draw) -> dict[str, nn.Module]:
+    def small_experts(self, name: str, module: Foreign, draw: Draw) -> dict[str, nn.Module]:
         """Three small copies of an expert, by name."""
         expert = next(iter(self.local(module).values()))
         return {self.key(number): small_expert(name, expert, draw) for number in range(SMALL_EXPERTS)}
 
 
-def small_expert(name: str, expert: nn.Module, draw: Draw) -> nn.Module:
+def small_expert(name: str, expert: Foreign, draw: Draw) -> nn.Module:
     """A copy of an expert with small random linear maps."""
     linears, small = linears_of(name, expert), copy.copy(expert)
     biased = getattr(expert, linears.up).bias is not None
@@ -249,13 +255,13 @@ def small_expert(name: str, expert: nn.Module, draw: Draw) -> nn.Module:
 class Switch(Separate):
     """switch_transformers: one-hot choices [T, 1, E], all zero where the router's capacity dropped the token."""
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         return type(module).__name__ == "SwitchTransformersExperts"
 
-    def top_k(self, module: nn.Module, parent: nn.Module | None) -> int | None:
+    def top_k(self, module: Foreign, parent: nn.Module | None) -> int | None:
         return 1
 
-    def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
+    def replacement(self, module: Foreign, route: Route) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
             chosen = selected_experts.reshape(len(hidden_states), -1)
             ids = chosen.argmax(1).masked_fill(chosen.sum(1) == 0, -1)
@@ -263,10 +269,10 @@ class Switch(Separate):
 
         return forward
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         draw, small = Draw(), copy.copy(module)
-        small._modules = self.small_experts(name, module, draw)  # type: ignore[assignment]
-        small.num_experts = SMALL_EXPERTS  # type: ignore[assignment]
+        small._modules = self.small_experts(name, module, draw)
+        small.num_experts = SMALL_EXPERTS
         chosen = F.one_hot(draw.ids(top_k=1), SMALL_EXPERTS)
         chosen[1] = 0
         return small, (draw.tokens(), chosen, draw.weights(1))
@@ -279,33 +285,33 @@ class Nllb(Separate):
     places of weight 0 are no routes.
     """
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         return type(module).__name__ == "NllbMoeExperts"
 
-    def top_k(self, module: nn.Module, parent: nn.Module | None) -> int | None:
+    def top_k(self, module: Foreign, parent: nn.Module | None) -> int | None:
         return self.experts(module)
 
-    def layout(self, name: str, module: nn.Module) -> ExpertsLayout:
+    def layout(self, name: str, module: Foreign) -> ExpertsLayout:
         if module.moe_token_dropout:
             raise NotOurs(name, module, f"moe_token_dropout={module.moe_token_dropout} drops rows of its experts")
         return super().layout(name, module)
 
-    def after(self, module: nn.Module, rows: Tensor) -> Tensor:
+    def after(self, module: Foreign, rows: Tensor) -> Tensor:
         if not module.moe_token_dropout:
             return rows
-        out: Tensor = module.token_dropout(rows) if module.training else rows * (1 - module.moe_token_dropout)  # type: ignore[operator]
+        out: Tensor = module.token_dropout(rows) if module.training else rows * (1 - module.moe_token_dropout)
         return out
 
-    def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
+    def replacement(self, module: Foreign, route: Route) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor) -> Tensor:
             return route(hidden_states, router_mask.masked_fill(router_probs == 0, -1), router_probs)
 
         return forward
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         draw, small = Draw(), copy.copy(module)
-        small._modules = self.small_experts(name, module, draw)  # type: ignore[assignment]
-        small.num_experts = SMALL_EXPERTS  # type: ignore[assignment]
+        small._modules = self.small_experts(name, module, draw)
+        small.num_experts = SMALL_EXPERTS
         ids = draw.ids(top_k=SMALL_EXPERTS)
         return small, (draw.tokens(), ids, draw.weights(SMALL_EXPERTS).masked_fill(ids == 2, 0))
 
@@ -313,16 +319,16 @@ class Nllb(Separate):
 class Blocks(Separate):
     """A block with a ``ModuleList`` of experts, before transformers 5."""
 
-    def holder(self, module: nn.Module) -> tuple[str, nn.Module]:
+    def holder(self, module: Foreign) -> tuple[str, nn.Module]:
         return "experts.", module.get_submodule("experts")
 
     def key(self, expert: int) -> str:
         return str(expert)
 
-    def _listed(self, module: nn.Module) -> bool:
-        return isinstance(getattr(module, "experts", None), nn.ModuleList) and len(module.experts) > 0  # type: ignore[arg-type]
+    def _listed(self, module: Foreign) -> bool:
+        return isinstance(getattr(module, "experts", None), nn.ModuleList) and len(module.experts) > 0
 
-    def _small_block(self, name: str, module: nn.Module, draw: Draw) -> nn.Module:
+    def _small_block(self, name: str, module: Foreign, draw: Draw) -> Foreign:
         small = copy.copy(module)
         small._modules = {"experts": nn.ModuleList(self.small_experts(name, module, draw).values())}
         return small
@@ -333,11 +339,11 @@ class MoeMethod(Blocks):
 
     entry = "moe"
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         method = getattr(type(module), "moe", None)
         return method is not None and self._listed(module) and len(signature(module, "moe")) == 3
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         draw = Draw()
         small = self._small_block(name, module, draw)
         return small, (draw.tokens(), draw.ids(), draw.weights())
@@ -353,36 +359,36 @@ class SoftmaxTopK(Blocks):
         "OlmoeSparseMoeBlock": None,
     }
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: Foreign) -> bool:
         return type(module).__name__ in self.NORMALISES and self._listed(module)
 
-    def top_k(self, module: nn.Module, parent: nn.Module | None) -> int | None:
-        return module.top_k  # type: ignore[return-value]
+    def top_k(self, module: Foreign, parent: nn.Module | None) -> int | None:
+        return module.top_k
 
-    def replacement(self, module: nn.Module, route: Route) -> Callable[..., Any]:
+    def replacement(self, module: Foreign, route: Route) -> Callable[..., Any]:
         always = self.NORMALISES[type(module).__name__]
         normalise = module.norm_topk_prob if always is None else always
         jitter = getattr(module, "jitter_noise", 0)
 
         def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-            if module.training and jitter > 0:  # type: ignore[operator]
-                hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - jitter, 1.0 + jitter)  # type: ignore[operator]
+            if module.training and jitter > 0:
+                hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - jitter, 1.0 + jitter)
             x = hidden_states.view(-1, hidden_states.shape[-1])
-            logits = module.gate(x)  # type: ignore[operator]
-            weights, ids = F.softmax(logits, dim=1, dtype=torch.float).topk(module.top_k, dim=-1)  # type: ignore[arg-type]
+            logits = module.gate(x)
+            weights, ids = F.softmax(logits, dim=1, dtype=torch.float).topk(module.top_k, dim=-1)
             if normalise:
                 weights = weights / weights.sum(dim=-1, keepdim=True)
             out = route(x, ids, weights.to(x.dtype))
             if hasattr(module, "shared_expert"):
-                out = out + F.sigmoid(module.shared_expert_gate(x)) * module.shared_expert(x)  # type: ignore[operator]
+                out = out + F.sigmoid(module.shared_expert_gate(x)) * module.shared_expert(x)
             return out.view(hidden_states.shape), logits
 
         return forward
 
-    def small(self, name: str, module: nn.Module) -> tuple[nn.Module, tuple[Any, ...]]:
+    def small(self, name: str, module: Foreign) -> tuple[nn.Module, tuple[Any, ...]]:
         draw = Draw()
         small = self._small_block(name, module, draw)
-        small.num_experts, small.top_k, small.hidden_dim, small.jitter_noise = (  # type: ignore[assignment]
+        small.num_experts, small.top_k, small.hidden_dim, small.jitter_noise = (
             SMALL_EXPERTS,
             SMALL_TOP_K,
             SMALL_HIDDEN,
@@ -390,7 +396,7 @@ class SoftmaxTopK(Blocks):
         )
         small.gate = draw.linear(SMALL_HIDDEN, SMALL_EXPERTS)
         if hasattr(module, "shared_expert"):
-            small.shared_expert = small_expert(name, module.shared_expert, draw)  # type: ignore[arg-type]
+            small.shared_expert = small_expert(name, module.shared_expert, draw)
             small.shared_expert_gate = draw.linear(SMALL_HIDDEN, 1)
         return small, (draw(1, SMALL_TOKENS, SMALL_HIDDEN),)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -17,6 +20,7 @@ from tests.hf_architectures import ROUNDS, TINY, build, forward, tokens
 
 CONFIG = EPConfig(timeout_s=60)
 STEPS = 3
+ONE_EXPERT = re.compile(r"\.experts\.(expert_)?\d+\.")
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def reference(model: nn.Module, world: int) -> Reference:
             losses[-1].append(loss.item())
             logits[-1].append(out.detach())
         for name, p in model.named_parameters():
-            if p.grad is None and ".experts.expert_" in name:  # a module that no token met; a row of zeros elsewhere
+            if p.grad is None and ONE_EXPERT.search(name):  # that no token met: elsewhere a part of a parameter
                 p.grad = torch.zeros_like(p)
         if not step:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -74,23 +78,30 @@ def check(rank: int, world: int, names: list[str], ep: int, config: EPConfig, sa
     groups = ProcessGroups.create(layout(world, ep=ep))
     found = {}
     for name in names:
-        wrong = check_one(rank, world, name, groups, config, save)
+        wrong = check_one(rank, world, functools.partial(build, name), groups, config, TINY[name].tolerance, save)
         found[name] = "; ".join(f"{what}: {value:.1e}" for what, value in wrong.items())
     groups.destroy()
     return found
 
 
 def check_one(
-    rank: int, world: int, name: str, groups: ProcessGroups, config: EPConfig, save: bool
+    rank: int,
+    world: int,
+    make: Callable[[], nn.Module],
+    groups: ProcessGroups,
+    config: EPConfig,
+    tolerance: float,
+    save: bool,
 ) -> dict[str, float]:
-    expected = reference(build(name), world)
-    model = build(name)
+    """What differs by more than ``tolerance`` between a patched and an unpatched model of ``make``, and by how much."""
+    expected = reference(make(), world)
+    model = make()
     names = [key for key, _ in model.named_parameters()]
     whole = sum(p.numel() for p in model.parameters())
     handle = patch_model(model, config, groups)
     sharded = sum(part.shape.numel() for part in handle.parts.values())
     held = sum(p.numel() for p in handle.expert_parameters.values())
-    assert sharded and held * groups.layout.ep_mp == sharded, f"{name}: not P_E / M_E"
+    assert sharded and held * groups.layout.ep_mp == sharded, "not P_E / M_E"
     assert sum(p.numel() for p in model.parameters()) == whole - sharded + held
     assert set(handle.expert_parameters) <= set(handle.parts) <= set(names)
     optimizer = optimizer_of(model)
@@ -107,34 +118,32 @@ def check_one(
         if not step:
             for key, p in model.named_parameters():
                 if p.grad is None:
-                    assert not bool(expected.gradients.get(key, torch.zeros(1)).any()), f"{name}: {key} has no gradient"
+                    assert not bool(expected.gradients.get(key, torch.zeros(1)).any()), f"{key} has no gradient"
                 else:
                     wanted = own(handle, key, expected.gradients[key])
                     worst[f"gradient of {key}"] = difference(p.grad, wanted, floor=1e-4 * largest)
         optimizer.step()
     for key, p in model.named_parameters():
-        worst[f"{key} after {STEPS} steps"] = difference(p.detach(), own(handle, key, expected.parameters[key]), 1e-2)
+        # Three steps may amplify what the first gradient was rounded by.
+        worst[f"{key} after {STEPS} steps"] = (
+            difference(p.detach(), own(handle, key, expected.parameters[key]), 1e-2) / 10
+        )
     if save:
-        worst |= save_and_load(name, model, handle)
+        worst |= save_and_load(model, handle)
     handle.close()
-    limit = TINY[name].tolerance
-    return {what: value for what, value in worst.items() if not value <= (limit if "after" not in what else 10 * limit)}
+    return {what: value for what, value in worst.items() if not value <= tolerance}
 
 
-def save_and_load(name: str, model: nn.Module, handle: PatchedModel) -> dict[str, float]:
+def save_and_load(model: nn.Module, handle: PatchedModel) -> dict[str, float]:
     """Save the patched model; its checkpoint, loaded without us, must hold the same and compute the same."""
     state = handle.full_state_dict()
     with tempfile.TemporaryDirectory() as folder:
         loaded = None
         if state:
             model.save_pretrained(folder, state_dict=dict(state))  # which takes out what it has written
-            loaded = (
-                type(model)
-                .from_pretrained(
-                    folder, dtype=TINY[name].dtype, attn_implementation="eager", experts_implementation="eager"
-                )
-                .train()
-            )
+            loaded = type(model).from_pretrained(folder, dtype=model.dtype, attn_implementation="eager").train()
+            if hasattr(model.config, "_experts_implementation"):
+                loaded.set_experts_implementation("eager")
     out, _ = forward(model, tokens(9, 0), seed=9)
     if loaded is None:
         return {}
