@@ -291,11 +291,6 @@ class EPConfig:
                 "weight_at='source' weights every route at the token, but DeepEP sums a token's rows on the expert"
                 " rank; use weight_at='hidden' or 'output'"
             )
-        if self.schedule.kind != "none" or self.schedule.width:
-            raise ValueError(
-                f"schedule.kind={self.schedule.kind!r}, schedule.width={self.schedule.width}: DeepEP's one buffer holds"
-                " one movement at a time; use schedule.kind='none' and deepep.sms for the width"
-            )
 
     def _validate_mxfp8(self) -> None:
         self.mxfp8.validate(self.dispatcher)
