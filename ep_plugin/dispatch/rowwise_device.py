@@ -136,7 +136,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             out = Region(Part("rows", (rows, wide), self.dtype), Part("scalars", (rows,), self.acc))
             self.outputs = Scratch(self.heap, out, CHANNEL, "expert outputs")
             grad = Region(Part("rows", (rows, wide), self.dtype))
-            self.grad_pool = SlotPool(self.heap, grad.nbytes, 3, "gradient rows")
+            self.grad_pool = SlotPool(self.heap, grad.nbytes, self.grad_slots, "gradient rows")
         self.set_launch(resolve(self.config.launch, self.shape(max_tokens)))
         shape = {"top_k": self.top_k, "hidden_size": self.hidden_size, "dtype": self.dtype}
         self.moves = make_moves(self.config.transport, self.heap, form=self.config.form, max_tokens=max_tokens, **shape)

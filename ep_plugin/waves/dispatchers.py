@@ -125,6 +125,7 @@ class _DeviceWaves(_OneRegionPerWave):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._side_back: torch.cuda.Stream | None = None
         self.wave = self.waves - 1  # the slot that is leased ahead is for a first wave
+        self.grad_slots = type(self).grad_slots * self.waves  # type: ignore[attr-defined]  # all waves' live together
         super().__init__(*args, **kwargs)
         self._side_back = torch.cuda.Stream(self.device)  # type: ignore[attr-defined]
 

@@ -62,6 +62,11 @@ class WaveDispatcher(Dispatcher[RouteState]):
         """The schedule in use; under ``auto`` what was chosen."""
         return self.config.schedule
 
+    @property
+    def heap(self) -> Any:
+        """The symmetric heap, where there is one."""
+        return getattr(self.inner, "heap", None)
+
     def split(self, topk_idx: Tensor, layer: str) -> tuple[list[Wave], RouteMap | None]:
         """The waves of ``topk_idx`` [T, K] without the routes that capacity drops, which is decided for the whole
         batch; and the whole batch's map where that had to be made."""
