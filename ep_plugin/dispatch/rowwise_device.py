@@ -89,6 +89,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
 
     name = "rowwise"
     moves: Moves = PeerMoves()
+    grad_slots = 3
+    """Slots of gradient rows, form='route': one in use, one that a captured graph keeps, one to choose."""
 
     def __init__(self, *args: Any, heap: DeviceHeap, owns_heap: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
