@@ -70,6 +70,10 @@ def config_of(*overrides):
         (["data.path=/nowhere"], 4, ["'/nowhere'", "neither a file nor a folder"]),
         (["data.suffix=.nothing"], 4, ["no file that ends in data.suffix='.nothing'"]),
         (["data.max_bytes=10"], 4, ["10 bytes", "trainer.seq_len=128"]),
+        (["trainer=hf", "trainer.batch_size=6", "trainer.hf.microbatches=4"], 2, ["= 8; 8 would"]),
+        (["trainer=hf", "trainer.hf.text=tokenizer"], 2, ["trainer.hf.weights, which is null"]),
+        (["trainer=hf", "trainer.dtype=bfloat16", "trainer.hf.autocast=true"], 2, ["float32 weights"]),
+        (["trainer=hf", "ep=none", "topology.ep=1", "trainer.hf.shard_optimizer=true"], 2, ["not with ep=none"]),
         (["trainer.resume=/nowhere"], 4, ["trainer.resume='/nowhere'", "not a checkpoint"]),
         (["cluster.nodes=2"], 4, ["cluster.nodes=2", "cluster=slurm"]),
     ],
@@ -241,6 +245,29 @@ def test_training_resumes_where_it_stopped(tmp_path):
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert model.model.layers[0].mlp.experts.down_proj.shape == (16, 32, 16)
+
+
+@pytest.mark.slow
+def test_transformers_trainer(tmp_path):
+    """Catches a run of trainer=hf that its checkpoint does not carry on with other degrees, and weights of another
+    model than the one described."""
+    small = [*TINY, "trainer.batch_size=4", "trainer.steps=4"]
+    hf = [*small, "trainer=hf", "trainer.hf.microbatches=2"]
+    code, out, err = launch(2, tmp_path / "hf", *hf, "topology.ep=2", "trainer.checkpoint_every=2")
+    assert code == 0, err
+    checkpoint = tmp_path / "hf" / "checkpoints" / "train_tiny" / "checkpoint-2"
+    sharded = ["topology.ep=1", "trainer.hf.shard_optimizer=true"]
+    code, out, err = launch(2, tmp_path / "rest", *hf, *sharded, f"trainer.resume={checkpoint}")
+    assert code == 0, err
+    whole, rest = losses(tmp_path / "hf"), losses(tmp_path / "rest")
+    assert list(whole) == [1, 2, 3, 4] and list(rest) == [3, 4]
+    assert all(rest[step] == pytest.approx(whole[step], abs=1e-4) for step in rest)
+
+    weights = [*hf, "topology.ep=2", f"trainer.hf.weights={checkpoint}", "trainer.steps=1", "seed=1"]
+    code, out, err = launch(2, tmp_path / "again", *weights)
+    assert code == 0, err
+    code, out, err = launch(2, tmp_path / "wrong", *weights, "model.num_layers=3")
+    assert code != 0 and "has num_layers=" in err, err
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 import hydra
 import pytest
+import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from ep_plugin.config import EPConfig
 from ep_plugin.train.checks import check_comparable, check_settings
 from ep_plugin.train.compose import compose_launch, recipe_options
+from ep_plugin.train.model import transformers_config
 from ep_plugin.train.settings import RunConfig
 
 EXPERIMENTS = recipe_options()["experiment"]
@@ -30,6 +32,27 @@ def test_every_choice_of_a_group_composes(group):
     assert choices
     for choice in choices:
         compose_launch([f"{group}={choice}"]).config.validate()
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("hf_olmoe_1b_7b", 6.92),
+        ("hf_mixtral_8x7b", 46.70),
+        ("hf_qwen1_5_moe_a2_7b", 14.32),
+        ("hf_qwen3_30b_a3b", 30.53),
+        ("hf_qwen3_235b_a22b", 235.09),
+        ("hf_gpt_oss_20b", 20.91),
+    ],
+)
+def test_named_models_have_the_sizes_of_their_names(model, billions):
+    """Catches a size of a public model mistyped: the number of its parameters is published."""
+    from transformers import AutoModelForCausalLM
+
+    config = transformers_config(compose_launch([f"model={model}"]).config.model)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in made.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_the_choices_mean_what_they_are_called():

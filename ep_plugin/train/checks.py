@@ -56,12 +56,29 @@ def check_settings(config: RunConfig, world: int) -> Layout:
         )
     if megatron is not None:
         _check_megatron(config, chosen)
+    if config.trainer.hf is not None:
+        _check_hf(config, chosen)
     _check_text(config)
     resume = config.trainer.resume
     if resume is not None:
-        trainer = "transformers" if megatron is None else "megatron"
+        trainer = "megatron" if megatron is not None else "hf" if config.trainer.hf is not None else "transformers"
         check_resume(resume, Header(config.trainer.steps, world, ep, config.patch_experts, trainer))
     return chosen
+
+
+def _check_hf(config: RunConfig, chosen: Layout) -> None:
+    own, batch_size = config.trainer.hf, config.trainer.batch_size
+    assert own is not None
+    divisor = chosen.dp * own.microbatches
+    if batch_size % divisor:
+        raise ValueError(
+            f"trainer.batch_size={batch_size} does not divide by data-parallel ranks · microbatches = {divisor};"
+            f" {-(-batch_size // divisor) * divisor} would"
+        )
+    if own.shard_optimizer and not config.patch_experts:
+        raise ValueError("trainer.hf.shard_optimizer=true goes with the plugin's experts: not with ep=none")
+    if own.text == "tokenizer" and config.check.below_unigram:
+        raise ValueError("check.below_unigram counts bytes: leave it out with trainer.hf.text=tokenizer")
 
 
 def _check_deepep(config: RunConfig) -> None:
@@ -150,9 +167,11 @@ def check_machine(config: RunConfig) -> str:
         ep = t.ep or 1
         transformer_config(config, layout(t.tp * t.cp * t.pp * t.etp * ep, tp=t.tp, pp=t.pp, cp=t.cp, etp=t.etp, ep=ep))
     else:
-        from .model import transformers_config
+        from .model import check_weights, transformers_config
 
         transformers_config(config.model)
+        if config.trainer.hf is not None and config.trainer.hf.weights is not None:
+            check_weights(config.model, config.trainer.hf.weights)
     return device
 
 

@@ -85,6 +85,10 @@ def train(config: RunConfig, name: str, layout: Layout, corpus: Corpus, place: P
         from .megatron import train_megatron
 
         return train_megatron(config, name, layout, corpus, place, keep_routes=keep_routes)
+    if settings.hf is not None:
+        from .huggingface import train_huggingface
+
+        return train_huggingface(config, name, layout, corpus, place, keep_routes=keep_routes)
     torch.set_num_threads(settings.threads)
     first_step = checkpoint.read_header(settings.resume).step if settings.resume is not None else 0
     model = _model(config, place.device)

@@ -25,7 +25,9 @@ class Names:
 NAMES = {
     "olmoe": Names("num_experts", "intermediate_size"),
     "mixtral": Names("num_local_experts", "intermediate_size"),
+    "qwen2_moe": Names("num_experts", "moe_intermediate_size"),
     "qwen3_moe": Names("num_experts", "moe_intermediate_size"),
+    "gpt_oss": Names("num_local_experts", "intermediate_size"),
 }
 
 
@@ -43,7 +45,7 @@ def transformers_config(config: ModelConfig) -> Any:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.hidden_size // config.num_heads,
+        "head_dim": config.head_dim or config.hidden_size // config.num_heads,
         names.num_experts: config.num_experts,
         names.expert_width: config.expert_width,
         "num_experts_per_tok": config.top_k,
@@ -67,6 +69,27 @@ def transformers_config(config: ModelConfig) -> Any:
                 f"model.extra.{name} is not a setting of transformers' {config.architecture!r} config{hint}"
             )
     return AutoConfig.for_model(config.architecture, **{**settings, **config.extra})
+
+
+def check_weights(config: ModelConfig, weights: str) -> None:
+    """``ValueError`` where ``weights``, a folder or an id of the hub, is not of the model that ``config`` describes."""
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(weights)
+    except OSError as error:
+        raise ValueError(f"trainer.hf.weights={weights!r} holds no transformers config that can be read") from error
+    names = NAMES[config.architecture]
+    for name, ours, theirs in (
+        ("architecture", config.architecture, found.model_type),
+        ("vocab_size", config.vocab_size, found.vocab_size),
+        ("hidden_size", config.hidden_size, found.hidden_size),
+        ("num_layers", config.num_layers, found.num_hidden_layers),
+        ("num_experts", config.num_experts, getattr(found, names.num_experts, None)),
+        ("top_k", config.top_k, getattr(found, "num_experts_per_tok", None)),
+    ):
+        if ours != theirs:
+            raise ValueError(f"trainer.hf.weights={weights!r} has {name}={theirs}, but model.{name}={ours}")
 
 
 def quiet_transformers() -> None:

@@ -19,6 +19,8 @@ class RouteRecorder:
         self._handles = [m.register_forward_pre_hook(self._record, with_kwargs=True) for m in modules]
 
     def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recomputation, in backward
         routes = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         self._routes.append(routes.detach().to(torch.int16))
 

@@ -13,9 +13,10 @@ from hydra.core.config_store import ConfigStore
 
 from ..config import EPConfig, one_of
 
-ARCHITECTURES = ("olmoe", "mixtral", "qwen3_moe", "megatron")
+ARCHITECTURES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "megatron")
 MEGATRON_EXPERTS = ("megatron", "plugin")
 RECOMPUTE = ("none", "full", "moe")
+TEXTS = ("bytes", "tokenizer")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("local", "slurm")
@@ -53,9 +54,9 @@ class TopologyConfig:
 class ModelConfig:
     """An MoE of random weights, by the names that the architectures share.
 
-    ``expert_width`` is the width of one expert; ``extra`` holds settings of the architecture's own transformers
-    config, or of Megatron's TransformerConfig for ``architecture: megatron``, which trainer=megatron trains. The
-    vocabulary is bytes, so it has at least 256 entries.
+    ``expert_width`` is the width of one expert; ``head_dim`` null is hidden_size / num_heads. ``extra`` holds settings
+    of the architecture's own transformers config, or of Megatron's TransformerConfig for ``architecture: megatron``,
+    which trainer=megatron trains. The vocabulary holds bytes, so it has at least 256 entries.
     """
 
     architecture: str = "olmoe"
@@ -64,6 +65,7 @@ class ModelConfig:
     num_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 4
+    head_dim: int | None = None
     num_experts: int = 16
     top_k: int = 4
     expert_width: int = 64
@@ -78,10 +80,14 @@ class ModelConfig:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "expert_width", "max_length"):
             at_least(1, **{f"model.{name}": getattr(self, name)})
         at_least(0, **{"model.aux_loss_coef": self.aux_loss_coef})
+        if self.head_dim is not None:
+            at_least(1, **{"model.head_dim": self.head_dim})
         for name, whole, part in (
             ("hidden_size", self.hidden_size, "num_heads"),
             ("num_heads", self.num_heads, "num_kv_heads"),
         ):
+            if name == "hidden_size" and self.head_dim is not None:
+                continue
             if whole % getattr(self, part):
                 raise ValueError(f"model.{name}={whole} is not divisible by model.{part}={getattr(self, part)}")
 
@@ -126,12 +132,38 @@ class MegatronConfig:
 
 
 @dataclass
+class HFConfig:
+    """What only transformers' Trainer has. ``microbatches`` of a step and rank; ``autocast``: bfloat16 products over
+    float32 weights; ``checkpointing``: activations are computed again, routes are kept; ``compile``: torch.compile of
+    the dense part; ``shard_optimizer`` spreads the optimizer's state over the ranks that hold the same parameters.
+    ``weights``: a folder or an id of the hub of the model that ``model`` describes (null: random weights); ``text``:
+    ``bytes``, or the tokens of the ``tokenizer`` of ``weights``.
+    """
+
+    microbatches: int = 1
+    autocast: bool = False
+    checkpointing: bool = False
+    compile: bool = False
+    shard_optimizer: bool = False
+    weights: str | None = None
+    text: str = "bytes"
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` quoting the setting and what would be right."""
+        at_least(1, **{"trainer.hf.microbatches": self.microbatches})
+        one_of("trainer.hf.text", self.text, TEXTS)
+        if self.text == "tokenizer" and self.weights is None:
+            raise ValueError("trainer.hf.text='tokenizer' takes that of trainer.hf.weights, which is null")
+
+
+@dataclass
 class TrainerConfig:
     """The training loop. ``batch_size`` counts sequences over all ranks; ``seq_len`` counts bytes.
 
     ``clip_norm`` bounds the norm of the whole gradient (null: no clipping). ``checkpoint_every`` = 0 writes one
     checkpoint, at the end; ``resume`` is a checkpoint's folder. ``threads`` is torch's threads per process.
-    ``megatron``: train with Megatron-Core instead of transformers (trainer=megatron).
+    ``megatron``: train with Megatron-Core instead of transformers (trainer=megatron). ``hf``: train with transformers'
+    Trainer instead of the loop here (trainer=hf).
     """
 
     steps: int = 60
@@ -149,11 +181,17 @@ class TrainerConfig:
     checkpoint_every: int = 0
     resume: str | None = None
     megatron: MegatronConfig | None = None
+    hf: HFConfig | None = None
 
     def validate(self) -> None:
         """Raise ``ValueError`` quoting the setting and what would be right."""
-        if self.megatron is not None:
-            self.megatron.validate()
+        if self.megatron is not None and self.hf is not None:
+            raise ValueError("trainer.megatron and trainer.hf are two trainers: choose trainer=megatron or trainer=hf")
+        for own in (self.megatron, self.hf):
+            if own is not None:
+                own.validate()
+        if self.hf is not None and self.hf.autocast and self.dtype != "float32":
+            raise ValueError(f"trainer.hf.autocast=true needs float32 weights, but trainer.dtype={self.dtype!r}")
         for name in ("steps", "batch_size", "threads", "log_every"):
             at_least(1, **{f"trainer.{name}": getattr(self, name)})
         at_least(2, **{"trainer.seq_len": self.seq_len})
