@@ -36,6 +36,7 @@ from ..config import EPConfig, check_shape, one_of
 from ..dispatch import RouteState
 from ..layer import Experts, ForeignExperts, moe_step
 from ..topology import ProcessGroups
+from .huggingface_architectures import architectures as architectures
 from .huggingface_checkpoint import Whole, save_pretrained
 from .huggingface_dispatchers import Dispatchers, Shape
 from .huggingface_experts import ExpertsLayout, NotOurs, OurExperts

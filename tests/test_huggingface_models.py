@@ -7,13 +7,16 @@ import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ep_plugin.adapters.huggingface import PatchedModel, patch_model
+from ep_plugin.adapters.huggingface import PatchedModel, architectures, choose_layout, patch_model
+from ep_plugin.adapters.huggingface_architectures import NOTES, REFUSED, TESTED, table
+from ep_plugin.adapters.huggingface_families import find_sites
 from ep_plugin.config import EPConfig
 from ep_plugin.topology import ProcessGroups, layout
 from tests.hf_architectures import ROUNDS, TINY, build, forward, tokens
@@ -160,6 +163,56 @@ def save_and_load(model: nn.Module, handle: PatchedModel) -> dict[str, float]:
 def test_every_architecture_trains_and_saves_like_the_unpatched_model(pool):
     """Catches a layout read wrongly, weights applied at another place, and a checkpoint with another order or name."""
     report(pool.run(check, 2, list(TINY), 2, CONFIG, True, timeout=400))
+
+
+# Classes named after experts that hold none of their own that could be divided.
+NOT_DIVIDED = {"AriaSharedExpertsMLP", "InklingSharedExperts", "DbrxExpertGLU"}
+BORROWED = {"sarvam_mla": "DeepseekV3ForCausalLM", "sarvam_moe": "Glm4MoeForCausalLM"}
+
+
+def test_no_architecture_is_forgotten():
+    """Catches an architecture that a new transformers brings and nobody has looked at, and a table that promises more
+    than is tested."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as BY_TYPE
+
+    rows = {row.name: row for row in architectures()}
+    assert not [row.name for row in rows.values() if row.status == "untested"]
+    assert (
+        {row.name for row in rows.values() if row.status == "refused"} == REFUSED.keys() == {"doge", "vitpose_backbone"}
+    )
+    trained = {name.split()[0] for name in TINY}
+    assert {name for name, row in rows.items() if row.status == "tested"} == TESTED == trained | BORROWED.keys()
+    assert {name: BY_TYPE[name] for name in BORROWED} == BORROWED
+    assert NOTES.keys() <= TESTED
+
+
+def test_every_class_of_experts_is_in_a_tested_model():
+    """Catches a second kind of experts in a package, of which no tested model has a layer, and one that is not patched
+    although its model is."""
+    wanted = {kind for row in architectures() if row.status == "tested" for kind in row.experts} - NOT_DIVIDED
+    seen, own_code = set(), set()
+    for name in TINY:
+        for module, family in find_sites(build(name)).values():
+            seen |= {type(part).__name__ for part in module.modules()}
+            if choose_layout(name, module, family, "auto") is None:
+                own_code.add(name)
+    assert not wanted - seen
+    assert own_code == {"muse_spark"} == {name for name, note in NOTES.items() if "transformers' code" in note}
+
+
+def test_documentation_lists_what_is_tested():
+    """Catches a table in the documentation that is not the one that is tested."""
+    page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    assert table(architectures()) in page, f"put this into docs/huggingface.md:\n{table(architectures())}"
+
+
+def test_doge_is_refused():
+    """Catches a model without experts modules that is trained as if it were sharded."""
+    from transformers import DogeConfig, DogeForCausalLM
+
+    config = DogeConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_experts=16)
+    with pytest.raises(ValueError, match="DogeForCausalLM has no experts module"):
+        patch_model(DogeForCausalLM(config), EPConfig(dispatcher="local"))
 
 
 REPRESENTATIVE = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "dbrx", "longcat_flash", "jetmoe"]
