@@ -63,7 +63,7 @@ def stand_in(rank: int, world: int, path: Path) -> list[str]:
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_the_dispatcher_makes_of_the_real_answers_what_it_made_on_a_gpu(pool, path):
     """Fault: a call to DeepEP with other arguments than those that worked, or another reading of its answers."""
-    assert path.stat().st_size < 300_000
+    assert path.stat().st_size < 400_000
     wrong = [line for lines in pool.run(replay, 2, path) for line in lines]
     assert not wrong, wrong
 

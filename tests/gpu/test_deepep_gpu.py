@@ -19,7 +19,7 @@ from torch import Tensor
 from ep_plugin.config import CapacityConfig, DeepEPConfig, EPConfig, LegsConfig, MXFP8Config
 from ep_plugin.dispatch import build_dispatcher, deepep_preflight
 from ep_plugin.dispatch.deepep import DeepEPDispatcher
-from ep_plugin.experts import GroupedMLP
+from ep_plugin.experts import Activation, GroupedMLP
 from ep_plugin.layer import ForeignExperts, moe_step
 from ep_plugin.mxfp8.node import mxfp8_moe_step
 from tests.gpu.deepep_rows import Exact, backward, forward, wrong
@@ -104,7 +104,7 @@ def mlp(problem: Problem, rank: int, world: int, device: torch.device) -> Groupe
     local = problem.num_experts // world
     mine = slice(rank * local, (rank + 1) * local)
     parameters = [torch.nn.Parameter(p[mine].clone().to(device)) for p in make_parameters(problem)]
-    return GroupedMLP.from_parameters(*parameters)
+    return GroupedMLP.from_parameters(*parameters, activation=Activation())
 
 
 def gradients(dispatcher: Any, experts: GroupedMLP, inputs: Inputs) -> Any:
