@@ -99,7 +99,7 @@ def summed(step: Step, rank: int, ys: list[Tensor], form: str, t_max: int, weigh
     stages = [torch.zeros((world, t_max, nbytes), dtype=torch.uint8, device=ys[0].device) for _ in range(world)]
     for p in range(world):
         local = local_rows(step, p, t_max)
-        by_token = None if weights is None else weights[p][local.clamp(min=0).long()] * (local >= 0)
+        by_token = None if weights is None else torch.cat([weights[p], weights[p].new_zeros(1)])[local.long()]  # −1: 0
         ref_reduce.pre_reduce_put_records_torch(ys[p], local, step.tokens, stages, p, by_token)
     return ref_reduce.sum_partial_records_torch(stages[rank], m.dest_rank, dtype)
 
