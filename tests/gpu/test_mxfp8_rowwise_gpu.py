@@ -7,7 +7,6 @@ Legend: T tokens of a rank, K routes per token, R rows of an expert rank, D hidd
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import astuple, fields, replace
 from typing import Any
@@ -114,13 +113,13 @@ def test_movements_equal_the_references_bit_for_bit(heap: Heap, ranks: Ranks, fo
     rank, world, device = ranks
     gemms = HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else ("sm90_bf16",)
     kinds = (("uniform", ROOMY), ("repeats", ROOMY), ("one rank", ROOMY), ("uniform", CapacityConfig("rank", 0.7)))
-    for gemm, hidden in itertools.product(gemms, (32, 4096)):
+    for gemm, hidden in ((gemms[0], 32), *((gemm, 4096) for gemm in gemms)):  # every width is compiled anew
         for kind, capacity in kinds:
             dispatcher = build(
                 heap, ranks, form, MXFP8Config(gemm=gemm), weight_at=weight_at, capacity=capacity,
                 launch=LaunchConfig(chunks=3, early=True), shape={"hidden_size": hidden},
             )  # fmt: skip
-            for seed in range(3):
+            for seed in range(2):
                 what = (form, weight_at, gemm, hidden, kind, seed)
                 step = Step(
                     seed, world, device, max_tokens=T, hidden=hidden, dtype=torch.bfloat16, capacity=capacity, kind=kind
@@ -186,8 +185,8 @@ def test_node_gates_and_block(heap: Heap, ranks: Ranks, form: str, gemm: str) ->
         replace(BASE, tokens=(90,) * world, num_experts=4 * world, routes="to_last_rank"),
     ]
     cases = [("hidden", problem, "mmmm") for problem in problems]
-    cases += [("hidden", problems[0], legs) for legs in ("mbbb", "bmbb", "bbmb", "bbbm", "bbbb")]
-    cases += [("output", problems[0], "mmmm"), ("output", problems[0], "mbmb")]
+    cases += [("hidden", problems[0], legs) for legs in ("mbmb", "bmbm", "bbbb")]
+    cases += [("output", problems[0], "mmmm")]
     if form == "route":
         cases += [("source", problems[0], "mmmm"), ("source", problems[0], "bmbm")]
     for weight_at, problem, names in cases:
