@@ -76,6 +76,26 @@ def check(device: str, name: str, width: int, dtype: torch.dtype, *, rows: int =
         same(up_there, torch.cat([dup[:valid], up.to(device)[valid:]]).cpu(), ("in place", *what))
 
 
+def check_scaled(device: str, width: int, dtype: torch.dtype, *, rows: int = 12, valid: int = 10) -> None:
+    """Rows times weights and the gradient of the weights, of which rows past the valid ones are NaN."""
+    from ep_plugin.kernels.scale_rows import scale_rows, scale_rows_torch
+
+    g = torch.Generator().manual_seed(width)
+    values, other = (torch.randn(rows, width, generator=g).to(dtype) for _ in range(2))
+    weights = torch.rand(rows, generator=g)
+    for t in (values, other, weights):
+        t[valid:] = float("nan")
+    want, want_dots = scale_rows_torch(values, weights, other, valid)
+    count = torch.tensor([valid], device=device)
+    out, dots = scale_rows(values.to(device), weights.to(device), other.to(device), rows, count)
+    same(out[:valid], want[:valid], ("scaled", width, dtype))
+    assert dots is not None and want_dots is not None and not dots[valid:].any()
+    torch.testing.assert_close(dots.cpu(), want_dots, rtol=1e-4, atol=1e-4)
+    alone, none = scale_rows(values.to(device), weights.to(device), None, valid, count)
+    assert none is None and not alone[valid:].any()
+    same(alone[:valid], want[:valid], ("scaled alone", width, dtype))
+
+
 def check_all(device: str, *, thorough: bool) -> None:
     """Every shape and dtype; widths of one block, of several, and of no whole number of 16 bytes."""
     for name in SHAPES:
@@ -86,3 +106,5 @@ def check_all(device: str, *, thorough: bool) -> None:
                 check(device, name, width, torch.bfloat16, rows=300, valid=257)
     check(device, "swiglu", 33, torch.float16)
     check(device, "gpt_oss", 33, torch.float32)
+    for width, dtype in ((33, torch.float16), (40, torch.bfloat16), (1536, torch.bfloat16), (33, torch.float32)):
+        check_scaled(device, width, dtype)

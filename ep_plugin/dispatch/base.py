@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..config import EPConfig, check_shape
 from ..kernels.reduce import accumulation_dtype
+from ..kernels.scale_rows import scale_rows
 from ..routing import RouteMap, drop_metrics
 from .spans import span
 
@@ -345,6 +346,7 @@ class CombineRows(torch.autograd.Function):
                     return grad_y, None, None, None
                 grad_w = (kept.to(acc) * grad.to(acc).unsqueeze(1)).sum(2)
                 return grad_y, grad_w.to(weights.dtype), None, None
-            rows = dispatcher.send_grad(state, grad, None)[: ctx.rows].to(acc)
-            grad_y = (rows * weights.unsqueeze(1)).to(grad.dtype)
-            return grad_y, (rows * kept.to(acc)).sum(1).to(weights.dtype), None, None
+            rows = dispatcher.send_grad(state, grad, None)[: ctx.rows]
+            valid = ctx.rows if state.num_rows is None else state.num_rows
+            grad_y, dots = scale_rows(rows, weights, kept, valid, state.map.offsets[-1:])
+            return grad_y, None if dots is None else dots.to(weights.dtype), None, None

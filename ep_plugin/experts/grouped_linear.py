@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from ..config import one_of
 from ..dispatch.base import Rebuild
 from ..kernels.reduce import accumulation_dtype
-from .groups import GroupedMM, Groups, HostLoop, column, grouped_mm_refusal, valid_rows, zero_padding
+from ..kernels.scale_rows import scale_rows
+from .groups import GroupedMM, Groups, HostLoop, column, grouped_mm_refusal, valid_rows
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class _GroupedLinear(torch.autograd.Function):
             out = None if call.out is None else call.out[: rows.shape[0]].detach()
             target = out if out is not None and out.dtype == call.dtype else None
             matrices = weight.to(call.dtype) if call.transposed else weight.to(call.dtype).transpose(1, 2)
-            y = groups.matmul(weighted_rows(rows, row_weight, groups.valid, call.dtype), matrices, target)
+            y = groups.matmul(weighted_rows(rows, row_weight, groups.valid, call.dtype, offsets), matrices, target)
             if bias is not None:
                 groups.add_bias(y, bias.to(call.dtype), column(bias_weight, accumulation_dtype(call.dtype)))
             if out is None:
@@ -150,7 +151,7 @@ class _GroupedLinear(torch.autograd.Function):
             if needs[1] or needs[3]:
                 rows: Tensor = rows_kept[0] if ctx.rebuild is None else ctx.rebuild(tuple(rows_kept), groups.valid)
             if needs[1]:
-                weighted = weighted_rows(rows, row_weight, groups.valid, ctx.dtype)
+                weighted = weighted_rows(rows, row_weight, groups.valid, ctx.dtype, offsets)
                 pair = (weighted, dy[: weighted.shape[0]])
                 dweight = groups.outer(*(pair if ctx.transposed else pair[::-1])).to(weight_dtype)
                 del weighted, pair
@@ -158,12 +159,10 @@ class _GroupedLinear(torch.autograd.Function):
                 matrices = weight.to(ctx.dtype).transpose(1, 2) if ctx.transposed else weight.to(ctx.dtype)
                 dproduct = groups.matmul(dy, matrices)
                 if needs[3]:
-                    valid = groups.valid
-                    drow_weight = torch.zeros(total, dtype=acc, device=dy.device)
-                    drow_weight[:valid] = (dproduct[:valid].to(acc) * rows[:valid].to(acc)).sum(-1)
-                    drow_weight = zero_padding(drow_weight, offsets).to(row_weight_dtype)
-                if needs[0]:
-                    drows = weighted_rows(dproduct, row_weight, groups.valid, rows_dtype)
+                    drows, dots = scale_rows(dproduct, row_weight, rows, groups.valid, offsets[-1:])
+                    drow_weight = None if dots is None else dots.to(row_weight_dtype)
+                if drows is None or drows.dtype != rows_dtype:  # rounded once, to the rows' own dtype
+                    drows = weighted_rows(dproduct, row_weight, groups.valid, rows_dtype, offsets)
             if needs[2]:
                 dbias = groups.sum(dy, column(bias_weight, acc)).to(bias_dtype)
             if needs[4]:
@@ -171,10 +170,17 @@ class _GroupedLinear(torch.autograd.Function):
         return drows, dweight, dbias, drow_weight, dbias_weight, None, None
 
 
-def weighted_rows(rows: Tensor, row_weight: Tensor | None, valid: int, dtype: torch.dtype) -> Tensor:
-    """rows [R, ·] in `dtype`, times row_weight [R] in acc dtype, rounded once; `rows` itself if nothing changes."""
+def weighted_rows(
+    rows: Tensor, row_weight: Tensor | None, valid: int, dtype: torch.dtype, offsets: Tensor | None = None
+) -> Tensor:
+    """rows [R, ·] in `dtype`, times row_weight [R] in acc dtype, rounded once; `rows` itself if nothing changes.
+
+    `offsets` int64 [E_l+1], where known, say which rows a kernel need not touch.
+    """
     if row_weight is None and rows.dtype == dtype:
         return rows
+    if row_weight is not None and rows.dtype == dtype and offsets is not None:
+        return scale_rows(rows, row_weight, None, valid, offsets[-1:])[0]
     out = rows.new_empty(rows.shape, dtype=dtype)
     out[valid:].zero_()
     part = rows[:valid]
