@@ -55,6 +55,11 @@ class InWaves:
         state: RouteState = self.plan(topk_idx, layer=layer, x=x)
         return state
 
+    def place_rows(self, kept: tuple[Tensor, ...], targets: Tensor, out: Tensor) -> bool:
+        """Make the dispatched rows again from what was ``kept`` of them, row r at ``out[targets[r]]``; False where that
+        takes a pass of its own, and nothing was done."""
+        return False
+
     def accepted(self: Any, topk_idx: Tensor, layer: str, capacity: CapacityConfig) -> RouteMap:
         """The route map of the whole batch under ``capacity``: what is dropped does not depend on the waves."""
         before, self.config = self.config, replace(self.config, capacity=capacity)
@@ -173,6 +178,16 @@ class _DeviceWaves(_OneRegionPerWave):
     def return_grad(self: Any, *args: Any) -> Any:
         with self._way_back():
             return super().return_grad(*args)  # type: ignore[misc]
+
+    def place_rows(self: Any, kept: tuple[Tensor, ...], targets: Tensor, out: Tensor) -> bool:
+        if self.config.form != "dedup" or self.config.precision != "bf16" or out.dtype != self.dtype:
+            return False
+        from ..kernels.fan_out_triton import fan_out
+
+        stage, local_rows, tokens, x = kept
+        there = torch.where(local_rows >= 0, targets[local_rows.clamp(min=0).long()], -1).to(torch.int32)
+        fan_out(stage, there, tokens, out, x_own=x, own_rank=self.rank, launch=self.launches.fan_out)
+        return True
 
     def accepted(self: Any, topk_idx: Tensor, layer: str, capacity: CapacityConfig) -> RouteMap:
         from ..heap import Phase

@@ -355,6 +355,7 @@ class Whole:
         self, waves: list[Unpacked], mlp: WaveMLP, inner: Dispatcher[Any], ordered: bool, needs: tuple[bool, ...]
     ) -> None:
         self.waves, self.mlp, self.needs = waves, mlp, needs
+        self.inner: Any = inner
         self.where = rows_of_all([w.state for w in waves], [w.bound for w in waves], inner, ordered)
         numbers = [w.state.num_rows for w in waves]
         self.num_rows = None if None in numbers else sum(n for n in numbers if n is not None)
@@ -380,7 +381,8 @@ class Whole:
         grad, rows, last = w.grad_y, None, w.offsets[-1:]
         if self.grad_y is not None and grad is not None:
             scatter_rows(grad.to(self.mlp.dtype), target[: grad.shape[0]], self.grad_y, last)
-        if self.rows_in is not None:
+        weighted = self.mlp.weight_at == "input"
+        if self.rows_in is not None and (weighted or not self.inner.place_rows(w.rows_kept, target, self.rows_in)):
             rows = w.rows()
             valid = rows.shape[0] if w.state.num_rows is None else w.state.num_rows
             rows = self.mlp.operand(rows, w.weights, valid)
