@@ -353,12 +353,13 @@ class ShmHeap(Heap):
     # Failure
 
     def abort(self, phase: Phase, reason: str) -> None:
-        if self._closed:
+        if self._closed or self._words[self.rank][0]:  # whoever was first tells the others
             return
         text = f"{self._names[self.rank]} stopped the group in {phase}: {reason}".encode()
         text = text[: (TEXT_WORDS - 1) * WORD]
         start = self._layout.text(self.rank)
-        for words, base in zip(self._words, self._base, strict=True):
+        own_first = sorted(range(self.world), key=lambda rank: rank != self.rank)
+        for words, base in ((self._words[rank], self._base[rank]) for rank in own_first):
             if words[0]:
                 continue
             # Two ranks may get here at once: each has a text of its own, so the word always names a whole one.
