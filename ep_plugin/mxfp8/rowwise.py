@@ -172,8 +172,7 @@ class RowwiseMXFP8(MXFP8Movements, RowwiseDispatcher):
         if scale is None:
             sent = wire.encode(grad)
         else:
-            weighted = grad.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
-            sent = wire.encode(weighted, weights=scale.flatten()).unflatten(0, scale.shape)
+            sent = torch.stack([wire.encode(grad, weights=by_token) for by_token in scale.unbind(1)], 1)
         _, slot, handles = self._advertise("combine backward", state.layer, self.scratch)
         region = self.scratch_region
         peers = self._peers(self.scratch, region, handles, "rows")
