@@ -67,8 +67,19 @@ class PluginExperts:
         if self.dispatcher.fused:
             from ..mxfp8 import mxfp8_mlp
 
-            planned, biases = self.dispatcher.planned(rows), {"up_bias": up_bias, "down_bias": down_bias}
-            return mxfp8_mlp(*planned, rows, probs, up, down, activation=self.activation, **biases), None
+            dispatcher, state = self.dispatcher.planned(rows)
+            y = mxfp8_mlp(
+                dispatcher,
+                state,
+                rows,
+                probs,
+                up,
+                down,
+                up_bias=up_bias,
+                down_bias=down_bias,
+                activation=self.activation,
+            )
+            return y, None
         dispatched = self.dispatcher.dispatched(rows, probs)
         y = grouped_mlp(
             dispatched,

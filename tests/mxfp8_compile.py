@@ -22,22 +22,28 @@ from ep_plugin.kernels import sync_triton as sync
 from ep_plugin.kernels.mxfp8 import record_bytes, swizzled_rows
 from ep_plugin.kernels.peers import Peers
 
-K, M, ROWS, BYTE = 8, 2, 64, torch.uint8
+M, ROWS, BYTE = 2, 64, torch.uint8
 
 
-def variants(widths: tuple[int, ...] = (4096,), wide: bool = True) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """``wide``: also an expert width whose rows no program holds at once."""
+def variants(
+    widths: tuple[int, ...] = (4096,),
+    routes: int = 8,
+    dtype: torch.dtype = torch.bfloat16,
+    wide: bool = True,
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """For rows of ``widths`` values in ``dtype`` and ``routes`` per token. ``wide``: also an expert width whose rows no
+    program holds at once."""
     for width in widths:
-        yield from _codec(width)
-        yield from _fan_out(width)
-        yield from _put(width)
-        yield from _reduce(width)
-        yield from _swiglu(width)
+        yield from _codec(width, dtype)
+        yield from _fan_out(width, routes, dtype)
+        yield from _put(width, routes, dtype)
+        yield from _reduce(width, routes, dtype)
+        yield from _swiglu(width, dtype)
     if wide:
-        yield from _swiglu(6144)
+        yield from _swiglu(6144, dtype)
 
 
-def _floats(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _floats(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
@@ -57,8 +63,8 @@ def _signal() -> sync.ChunkSignal:
     return sync.ChunkSignal(2, ROWS, _longs(2), Peers(_longs(M), offset=4096), torch.zeros(3, dtype=torch.int32))
 
 
-def _codec(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    x, records, data, scales = _floats(ROWS, width), _bytes(ROWS, record_bytes(width)), _bytes(ROWS, width), None
+def _codec(width: int, row: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    x, records, data = _floats(ROWS, width, dtype=row), _bytes(ROWS, record_bytes(width)), _bytes(ROWS, width)
     scales = _floats(ROWS, dtype=torch.float32)
     for count, rounding in itertools.product((None, _longs(1)), ("rceil", "floor")):
         for dtype, weight in itertools.product((torch.bfloat16, torch.float32), (None, scales)):
@@ -76,14 +82,14 @@ def _codec(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield f"swizzle {width}", partial(codec.swizzle_scales, records[:, width:], _longs(5), tiles)
 
 
-def _fan_out(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _fan_out(width: int, top_k: int, row: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     w = record_bytes(width)
-    local, tokens = torch.zeros((M, ROWS, K), dtype=torch.int32), _longs(M)
-    by_token, by_row = _floats(M * ROWS, K, dtype=torch.float32), _floats(ROWS, dtype=torch.float32)
+    local, tokens = torch.zeros((M, ROWS, top_k), dtype=torch.int32), _longs(M)
+    by_token, by_row = _floats(M * ROWS, top_k, dtype=torch.float32), _floats(ROWS, dtype=torch.float32)
     outputs = {
-        "rows": dict(rows=_floats(ROWS, width)),
+        "rows": dict(rows=_floats(ROWS, width, dtype=row)),
         "data": dict(data=_bytes(ROWS, width), scales=by_row),
-        "both": dict(rows=_floats(ROWS, width), data=_bytes(ROWS, width), scales=by_row),
+        "both": dict(rows=_floats(ROWS, width, dtype=row), data=_bytes(ROWS, width), scales=by_row),
     }
     for (name, out), own, extra in itertools.product(outputs.items(), (None, _bytes(ROWS, w)), (False, True)):
         meta: dict[str, Any] = {}
@@ -93,14 +99,14 @@ def _fan_out(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"fan_out {width} {name} own={own is not None} meta={extra}", call
     for name, out in outputs.items():
         call = partial(
-            fan_out.convert_arrived, _bytes(ROWS, w), _longs(ROWS), _longs(1), top_k=K, max_tokens=ROWS, **out
+            fan_out.convert_arrived, _bytes(ROWS, w), _longs(ROWS), _longs(1), top_k=top_k, max_tokens=ROWS, **out
         )
         yield f"arrived {width} {name}", call
 
 
-def _put(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    x, dest = _floats(ROWS, width), torch.zeros((ROWS, K), dtype=torch.int32)
-    weights = _floats(ROWS, K, dtype=torch.float32)
+def _put(width: int, top_k: int, row: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    x, dest = _floats(ROWS, width, dtype=row), torch.zeros((ROWS, top_k), dtype=torch.int32)
+    weights = _floats(ROWS, top_k, dtype=torch.float32)
     for weight, signal, rounding in itertools.product((None, weights), (None, _signal()), ("rceil", "floor")):
         call = partial(put.quantize_put_rows, x, _peers(), dest, dest, weight, rounding, num_rows=ROWS, signal=signal)
         yield f"put {width} weight={weight is not None} signal={signal is not None} {rounding}", call
@@ -109,10 +115,10 @@ def _put(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield f"put unique words {width}", call
 
 
-def _reduce(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    x, w = _floats(ROWS, width), record_bytes(width)
-    local, tokens = torch.zeros((M, ROWS, K), dtype=torch.int32), _longs(M)
-    dest, by_row, by_route = local[0], _floats(ROWS, dtype=torch.float32), _floats(ROWS, K, dtype=torch.float32)
+def _reduce(width: int, top_k: int, row: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    x, w = _floats(ROWS, width, dtype=row), record_bytes(width)
+    local, tokens = torch.zeros((M, ROWS, top_k), dtype=torch.int32), _longs(M)
+    dest, by_row, by_route = local[0], _floats(ROWS, dtype=torch.float32), _floats(ROWS, top_k, dtype=torch.float32)
     for weight, signal in itertools.product((None, by_row), (None, _signal())):
         call = partial(reduce.pre_reduce_put_records, x, local, tokens, _peers(), 1, weight, signal=signal)
         yield f"pre_reduce {width} weight={weight is not None} signal={signal is not None}", call
@@ -123,13 +129,13 @@ def _reduce(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             reduce.sum_partial_records, partials, dest, x, y=x.clone(), dest_row=local[1], weights=weight, own_rank=1
         )
         yield f"sum with own {width} weight={weight is not None}", call
-    for weight, kept in itertools.product((None, by_route), (None, _bytes(ROWS, K, w))):
+    for weight, kept in itertools.product((None, by_route), (None, _bytes(ROWS, top_k, w))):
         call = partial(reduce.get_reduce_records, _peers(), dest, dest, weight, x, num_rows=ROWS, gathered=kept)
         yield f"get {width} weight={weight is not None} kept={kept is not None}", call
 
 
-def _swiglu(width: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    x, up = _floats(ROWS, width), _floats(ROWS, 2 * width)
+def _swiglu(width: int, row: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    x, up = _floats(ROWS, width, dtype=row), _floats(ROWS, 2 * width, dtype=row)
     saved, records = _bytes(ROWS, record_bytes(2 * width)), _bytes(ROWS, record_bytes(width))
     by_row = _floats(ROWS, dtype=torch.float32)
     forms = {

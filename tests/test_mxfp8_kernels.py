@@ -44,48 +44,27 @@ def _compiled(rank: int, world: int) -> None:
 
     driver.set_active(Hopper())
     run = JITFunction.run
-    compiled: dict[str, str] = {}
+    compiled: list[tuple[str, str]] = []
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         assert kernel.asm["cubin"]
-        compiled[self.__name__] = kernel.asm["ptx"]
+        compiled.append((self.__name__, kernel.asm["ptx"]))
         return kernel
 
     JITFunction.run = compile_only
 
-    from ep_plugin.kernels import mxfp8_fan_out_triton, mxfp8_reduce_triton, mxfp8_swiglu_triton, mxfp8_triton
-    from ep_plugin.kernels.mxfp8 import record_bytes, swizzled_rows
-    from ep_plugin.kernels.peers import Peers
+    from tests import mxfp8_compile
 
-    rows, width, top_k, world, byte = 64, 4096, 8, 2, torch.uint8
-    x, weight = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(rows)
-    records, data = torch.empty(rows, record_bytes(width), dtype=byte), torch.empty(rows, width, dtype=byte)
-    count, offsets = torch.empty(1, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
-    mxfp8_triton.quantize(x, records, row_weight=weight, num_rows=count)
-    mxfp8_triton.dequantize(records, x, num_rows=count)
-    mxfp8_triton.quantize_rowwise(x, data, weight, num_rows=count)
-    mxfp8_triton.rescale(records, data, weight, num_rows=count)
-    tiles = torch.empty(swizzled_rows(rows, 4), width // 32, dtype=byte)
-    mxfp8_triton.swizzle_scales(records[:, width:], offsets, tiles)
-    up, wide = torch.empty(rows, 2 * width, dtype=torch.bfloat16), torch.empty(rows, 2 * width, dtype=byte)
-    saved = torch.empty(rows, record_bytes(2 * width), dtype=byte)
-    mxfp8_swiglu_triton.swiglu(up, weight, saved=saved, hidden=x, records=records, data=data, scales=weight)
-    mxfp8_swiglu_triton.swiglu_backward(
-        saved, x, weight, hidden=x, dup=up, records=saved, data=wide, scales=weight, dweights=weight
-    )
-    peers = Peers(torch.empty(world, dtype=torch.int64), torch.empty(world, dtype=torch.int64), 1 << 30, 512)
-    local = torch.empty(world, rows, top_k, dtype=torch.int32)
-    mxfp8_reduce_triton.pre_reduce_put_records(x, local, count, peers, 1, weight)
-    partials = torch.empty(world, rows, record_bytes(width), dtype=byte)
-    mxfp8_reduce_triton.sum_partial_records(partials, local[0], x, y=x, dest_row=local[1], weights=weight, own_rank=1)
-    mxfp8_reduce_triton.get_reduce_records(peers, local[0], local[1], torch.empty(rows, top_k), x, num_rows=rows)
-    mxfp8_fan_out_triton.fan_out_records(
-        partials.view(-1, record_bytes(width)), local, count, rows=x, data=data, scales=weight, own=records
-    )
+    for width, routes, dtype in ((4096, 8, torch.bfloat16), (96, 3, torch.float32)):
+        for name, launch in mxfp8_compile.variants((width,), routes=routes, dtype=dtype, wide=width > 96):
+            try:
+                launch()
+            except RuntimeError as error:
+                raise AssertionError(f"{name}, {routes} routes, {dtype} does not compile") from error
 
-    assert len(compiled) == 11, sorted(compiled)
-    for name, ptx in compiled.items():
+    assert len({name for name, _ in compiled}) == 14, sorted({name for name, _ in compiled})
+    for name, ptx in compiled:
         # Triton 3.5's exact division flushes; SwiGLU divides one by numbers from one to 2^125.
         flushed = [op for op in re.findall(r"\S*\.ftz\S*", ptx) if op != "div.rn.ftz.f32"]
         assert not flushed, f"{name} flushes subnormal numbers: {flushed[:3]}"
@@ -94,10 +73,8 @@ def _compiled(rank: int, world: int) -> None:
         assert not fused or "swiglu" in name, f"{name} fuses a product with a sum"
         casts = re.findall(r"\bcvt\S*\.e4m3x2\.f32", ptx)
         assert all("rn.satfinite" in cast for cast in casts), f"{name}: {set(casts)}"
-    narrow = {
-        name: re.findall(r"\bld\.global\.\S*b16\S*|\bst\.global\.\S*b16\S*", ptx) for name, ptx in compiled.items()
-    }
-    assert not any(narrow.values()), f"accesses of 2 bytes: { ({n: v[:2] for n, v in narrow.items() if v}) }"
+        narrow = re.findall(r"\bld\.global\.\S*b16\S*|\bst\.global\.\S*b16\S*", ptx)
+        assert not narrow, f"{name}: accesses of 2 bytes: {narrow[:2]}"
 
 
 @pytest.mark.slow

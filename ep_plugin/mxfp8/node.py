@@ -25,16 +25,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..dispatch.base import Arrived, RouteState
+from ..dispatch.base import Arrived, Dispatcher, RouteState
 from ..experts import Activation, ExpertMLP
 from ..experts.groups import column
 from . import activation as between
 from .codec import Form, as_form
-from .dispatchers import BlockMXFP8, LocalMXFP8
 from .gemm import RowGroups
-from .rowwise import RowwiseMXFP8
 
-MXFP8Dispatcher = LocalMXFP8 | BlockMXFP8 | RowwiseMXFP8
+MXFP8Dispatcher = Dispatcher[Any]  # one of ``dispatchers``
 
 
 def mxfp8_moe_step(
@@ -132,7 +130,7 @@ def mxfp8_mlp(
 class _Step:
     """The arguments of one call that autograd does not see."""
 
-    dispatcher: MXFP8Dispatcher
+    dispatcher: Any
     state: Any  # of the dispatcher's kind
     activation: Activation
     transposed: bool
@@ -147,7 +145,7 @@ class _Step:
 class _Context:
     """What backward knows besides its saved tensors."""
 
-    dispatcher: MXFP8Dispatcher
+    dispatcher: Any
     layer: str
     kind: type[RouteState]
     activation: Activation

@@ -32,8 +32,9 @@ class WeightCache:
     """What is made of a weight, kept until the weight changes: its version counter, its memory, or a step says so.
 
     A weight is known by its place in memory, so that views made anew for every forward find what was made of the last.
-    Holds no weight alive; what was made of a dead one goes when something is made next. ``made`` counts how often something had to be made. While a CUDA graph is captured nothing is
-    kept or reused, because a replay must quantise what the weights are then.
+    Holds no weight alive; what was made of a dead one goes when something is made next. ``made`` counts how often
+    something had to be made. While a CUDA graph is captured nothing is kept or reused, because a replay must quantise
+    what the weights are then.
     """
 
     def __init__(self) -> None:
