@@ -15,7 +15,16 @@ pytest.importorskip("triton")
 
 K, M, T = 8, 2, 64
 WIDTHS = (2048, 4096, 7168, 33)
-MOVERS = ("put_rows", "put_unique", "fan_out", "pre_reduce_put", "sum_partials", "get_reduce", "copy_prefix")
+MOVERS = (
+    "put_rows",
+    "put_unique",
+    "fan_out",
+    "pre_reduce_put",
+    "sum_partials",
+    "get_reduce",
+    "copy_prefix",
+    "scale_rows",
+)
 SCALARS = ("put_meta", "put_values", "put_scalars", "take_scalars", "get_values", "fill_tail")
 DENSE = ("dense_routes", "dense_routes_backward")
 SIGNALS = ("post", "wait", "send", "receive", "set_abort")
@@ -36,6 +45,7 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
         put_triton,
         reduce_triton,
         scalars_triton,
+        scale_rows_triton,
     )
     from ep_plugin.kernels import route_map_triton as route_map
     from ep_plugin.kernels import sync_triton as sync
@@ -93,6 +103,7 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
     )
     fan_out_triton.fan_out(stage, local, tokens, rows, scale=by_row)
     fan_out_triton.fill_tail(rows, ints(1))
+    scale_rows_triton.scale_rows(rows, by_row, rows, rows.clone(), by_row, ints(1))
     copy_triton.copy_prefix(rows, rows.clone(), ints(1))
     reduce_triton.pre_reduce_put(rows, local, tokens, peers, 1, by_row, signal=signal)
     reduce_triton.sum_partials(stage.view(M, T, width), dest, x)
