@@ -21,6 +21,7 @@ from ep_plugin.train.checks import check_machine, check_settings
 from ep_plugin.train.compare import CheckFailed, Difference, enforce
 from ep_plugin.train.compose import compose_launch
 from ep_plugin.train.loop import Curve, learning_rate
+from ep_plugin.train.model import check_weights
 from ep_plugin.train.plots import plot
 from ep_plugin.train.report import sparkline, summary, table
 from ep_plugin.train.routes import expert_load, flipped_routes
@@ -266,8 +267,8 @@ def test_transformers_trainer(tmp_path):
     weights = [*hf, "topology.ep=2", f"trainer.hf.weights={checkpoint}", "trainer.steps=1", "seed=1"]
     code, out, err = launch(2, tmp_path / "again", *weights)
     assert code == 0, err
-    code, out, err = launch(2, tmp_path / "wrong", *weights, "model.num_layers=3")
-    assert code != 0 and "has num_layers=" in err, err
+    with pytest.raises(ValueError, match=r"has num_layers=2, but model\.num_layers=3"):
+        check_weights(config_of(*small, "model.num_layers=3").model, str(checkpoint))
 
 
 @pytest.mark.slow
