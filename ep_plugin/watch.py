@@ -347,9 +347,10 @@ def _done(work: Any, seconds: float) -> bool:
         work.wait(timedelta(seconds=seconds))
         return True
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+    work.wait()  # it ended since, or failed: then this raises why
+    return True
 
 
 def _reached(event: torch.cuda.Event, seconds: float) -> bool:

@@ -20,7 +20,7 @@ import torch
 from ep_plugin.dispatch import Dispatcher
 from ep_plugin.heap import HeapAborted, HeapTimeout, Phase, region
 from ep_plugin.layer import moe_step
-from ep_plugin.watch import GroupWatch
+from ep_plugin.watch import GroupWatch, _done
 from tests.dist import Exit, run_fresh
 from tests.forked import run_forked
 from tests.moe import PATHS, Problem, make_inputs
@@ -256,3 +256,27 @@ def test_a_collective_that_hangs_on_the_device_is_named(pool):
     """Fault: on GPUs, where the host does not wait, a check before the optimizer step that passes or hangs."""
     for text in pool.run(stuck_on_the_device, WORLD)[:BAD]:
         assert re.search(rf"in combine of layers\.1: waited 1\.\d s for rank {BAD} \(pid \d+, running\)", text), text
+
+
+class EndsLate:
+    """A collective that ends between a wait that gave up and the question whether it has ended."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.waits = error, 0
+
+    def wait(self, timeout: object = None) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_just_after_a_look_has_not_failed():
+    """Fault (found by the fuzzer): a collective is taken for a failed one because it ended between two questions."""
+    assert _done(EndsLate(), 0.05)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        _done(EndsLate("Connection closed by peer"), 0.05)
