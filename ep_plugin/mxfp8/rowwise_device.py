@@ -137,7 +137,7 @@ class DeviceRowwiseMXFP8(MXFP8Movements, DeviceRowwiseDispatcher):
                 out = Region(Part("rows", (rows, wire.width), wire.dtype), Part("scalars", (rows,), self.acc))
                 self._scratches[wire] = Scratch(self.heap, out, CHANNEL, "expert outputs")
             grad = Region(Part("rows", (rows, back.width), back.dtype))
-            self.grad_pool = SlotPool(self.heap, grad.nbytes, 3, "gradient rows")
+            self.grad_pool = SlotPool(self.heap, grad.nbytes, self.grad_slots, "gradient rows")
         # Every rank has pulled the gradients that lie in payload slots.
         self.pulled = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.set_launch(resolve(self.config.launch, self.shape(max_tokens)))
@@ -445,8 +445,7 @@ class DeviceRowwiseMXFP8(MXFP8Movements, DeviceRowwiseDispatcher):
             return self._convert(phase, state, rows, state.routes, forms)
         assert state.local_rows is not None and scale is None
         records = wire.encode(grad)
-        with self._across():
-            self.grads.claim(phase)
+        self.grads.claim(phase)  # not on the side stream, where local work would start before the PUT
         self._put_tokens(records, self.grads.peers("stage"), dest.dest_rank)
         made = self._empty(forms)
         spread = partial(self._spread, self.grads.local("stage"), made, local_rows=state.local_rows, tokens=dest.tokens)

@@ -350,9 +350,13 @@ def test_no_host_sync_and_cuda_graph(heap: Heap, ranks: Ranks, form: str, gemm: 
         finally:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = step()
+    torch.cuda.synchronize(device)
+    dist.barrier()
     wrong = torch.zeros(1, dtype=torch.int64, device=device)
     for seed in range(8):
         other = on_device(replace(problem, seed=10 + seed), rank, world, device)[1]
