@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,3 +153,32 @@ def test_the_sweep_is_what_was_asked_for():
     assert len([p for p in points if p.kind == "wave_overlapped"]) == 8
     with pytest.raises(SystemExit):
         parse(["waves", "--world", "2", "--kinds", "none,overlap"])
+
+
+@pytest.mark.slow
+def test_a_sweep_resumes_and_its_table_serves_auto(tmp_path):
+    """Fault: a run that was cut off measures everything again or loses points; the file is no table for ``auto``;
+    nothing says which schedule won."""
+    file = tmp_path / "waves.json"
+    shape = ["--world", "2", "-T", "64", "-D", "32", "-F", "32", "-E", "4", "-K", "2", "--repeats", "2"]
+    command = [sys.executable, "-m", "ep_plugin.bench", "waves", *shape, "--widths", "0", "--json", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run(*more: str) -> str:
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=200, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    first = run("--waves", "2", "--kinds", "none,wave_overlapped")
+    assert len([line for line in first.splitlines() if " width " in line and " forward " in line]) >= 2
+    second = run("--waves", "2,3", "--timeline", "--plot", str(tmp_path / "picture.png"))
+    assert "wave_sequential" in second and "step: won: " in second and "T_comm" in second
+    points = json.loads(file.read_text())["points"]
+    assert len(points) == 5  # none, and of 2 and 3 waves the control and the overlapped one
+    before = {json.dumps(p, sort_keys=True) for p in points}
+    assert "step: won: " in run("--waves", "2,3") and before == {
+        json.dumps(p, sort_keys=True) for p in json.loads(file.read_text())["points"]
+    }
+    assert (tmp_path / "picture-sweep.png").stat().st_size > 10_000
+    assert (tmp_path / "picture-timeline.png").stat().st_size > 10_000
+    assert choose(read_table(file), Shape(**points[0]["shape"])).none is not None

@@ -127,12 +127,11 @@ class _DeviceWaves(_OneRegionPerWave):
     _leased: tuple[int, Tensor] | None = None
     _returning = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._side_back: torch.cuda.Stream | None = None
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         self.wave = self.waves - 1  # the slot that is leased ahead is for a first wave
-        self.grad_slots = type(self).grad_slots * self.waves  # type: ignore[attr-defined]  # all waves' live together
-        super().__init__(*args, **kwargs)
-        self._side_back = torch.cuda.Stream(self.device)  # type: ignore[attr-defined]
+        self.grad_slots = type(self).grad_slots * self.waves  # all waves' live together
+        super().__init__(*args, **kwargs)  # type: ignore[misc]
+        self._side_back = torch.cuda.Stream(self.device)
 
     def _make(self: Any, max_tokens: int, max_rows: int) -> None:
         wave, self.wave = self.wave, self.waves - 1
