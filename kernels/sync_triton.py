@@ -163,12 +163,11 @@ def post(counter: Tensor, signals: Peers, ticket: Tensor | None = None) -> None:
 class ChunkSignal:
     """A kernel that moves rows signals each of ``chunks`` parts of a batch by itself, without a launch in between.
 
-    Part i is tokens [``edge(i)``, ``edge(i + 1)``), each smaller than the one before: what is still to be done when the
-    last part has arrived is little, and each signal costs time. ``counter``: int64 [>= 1],
-    ours for the channel, raised by ``chunks``. ``signals``: the word (channel, this rank) on every rank. ``arrivals``:
-    int32 [2·chunks], zero between launches: programs that have finished a part, of which the last one signals, and
-    tiles of the part that a program has taken. Multiprocessors get unequal shares of the link; with tiles dealt out in
-    advance the slowest one would hold every part back."""
+    Part i is tokens [``edge(i)``, ``edge(i + 1)``). ``counter``: int64 [>= 1], ours for the channel, raised by
+    ``chunks``. ``signals``: the word (channel, this rank) on every rank. ``arrivals``: int32 [2·chunks], zero between
+    launches: programs that have finished a part, of which the last one signals, and tiles of the part that a program
+    has taken. Multiprocessors get unequal shares of the link; with tiles dealt out in advance the slowest one would
+    hold every part back."""
 
     chunks: int
     max_tokens: int
@@ -177,8 +176,8 @@ class ChunkSignal:
     arrivals: Tensor
 
     def edge(self, part: int) -> int:
-        """The first token of ``part``: sizes fall in equal steps, chunks : chunks − 1 : … : 1."""
-        return part * (2 * self.chunks + 1 - part) * self.max_tokens // (self.chunks * (self.chunks + 1))
+        """The first token of ``part``."""
+        return self.max_tokens * part // self.chunks
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -208,7 +207,7 @@ def next_tile(arrivals, part, tile, parts: tl.constexpr):
 @triton.jit
 def part_edge(max_tokens, part, parts: tl.constexpr):
     """The first token of a part; see ``ChunkSignal.edge``."""
-    return (part * (2 * parts + 1 - part) * max_tokens.to(tl.int64) // (parts * (parts + 1))).to(tl.int32)
+    return max_tokens * part // parts
 
 
 @triton.jit

@@ -280,9 +280,10 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
 
     @contextmanager
     def _across(self) -> Iterator[None]:
-        """The side stream, behind what the caller's stream has done so far. What crosses is to start before local work
-        that is enqueued next: once that is spread over all multiprocessors, programs that need one whole have to wait
-        for its end. So nothing is waited for in here, and little things come first on the caller's stream after it."""
+        """The side stream, behind what the caller's stream has done so far. Rows must start to cross before local work
+        that is enqueued next: once that is spread over all multiprocessors, programs that need one whole wait for its
+        end. Where there is such work, nothing is waited for in here, and little things come first on the caller's
+        stream after it."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side), span("cross"):
             yield
@@ -493,8 +494,10 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         weights = None if weights is None else weights.contiguous()
         out = None if rows is None else rows.new_empty((state.num_tokens, self.hidden_size))
         back = None if scalars is None else scalars.new_empty((state.num_tokens, self.top_k))
-        self.partial.claim(phase)
+        if rows is not None:
+            self.back.begin()
         with self._across():
+            self.partial.claim(phase)
             if scalars is not None:
                 self.moves.put_scalars(scalars, local_rows, dest.tokens, self.partial.peers("scalars"), me)
             if rows is not None:
@@ -506,7 +509,6 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             self._join()
             self._sync(phase)
         else:
-            self.back.begin()
             with span("sum"):
                 for begin, end in self.back.arrived(phase):
                     sum_partials(
