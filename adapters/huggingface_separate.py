@@ -225,8 +225,9 @@ class Separate(Family):
 
         def forward(rows: Tensor, experts_of_row: Tensor, weights: Tensor | None) -> Tensor:
             parts = rows.split(sizes(experts_of_row, len(experts)))
-            done = [expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)]
-            return self.after(module, weighted(torch.cat([rows[:0], *done]), weights))
+            # Also those without rows: their gradient is then zero, not none.
+            done = [expert(part) for expert, part in zip(experts, parts, strict=True)]
+            return self.after(module, weighted(torch.cat(done), weights))
 
         return forward
 

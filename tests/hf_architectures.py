@@ -208,14 +208,15 @@ def model_class(name: str) -> type:
     return getattr(module, wanted)
 
 
-def build(name: str) -> nn.Module:
-    """The model ``name`` in training mode, with random weights."""
+def build(name: str, **settings: Any) -> nn.Module:
+    """The model ``name`` in training mode, with random weights; ``settings`` change its config."""
     from transformers import logging
 
     logging.set_verbosity_error()
     tiny, cls = TINY[name], model_class(name)
     known = {field.name for field in dataclasses.fields(cls.config_class)}
-    config = cls.config_class(**{key: value for key, value in COMMON.items() if key in known} | tiny.settings)
+    common = {key: value for key, value in COMMON.items() if key in known}
+    config = cls.config_class(**common | tiny.settings | settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # the only one in float64
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ep_plugin.adapters.huggingface import PatchedModel, architectures, choose_layout, patch_model
 from ep_plugin.adapters.huggingface_architectures import NOTES, REFUSED, TESTED, table
-from ep_plugin.adapters.huggingface_families import find_sites
+from ep_plugin.adapters.huggingface_families import Share, find_sites
 from ep_plugin.config import EPConfig
 from ep_plugin.topology import ProcessGroups, layout
 from tests.hf_architectures import ROUNDS, TINY, build, forward, tokens
@@ -76,12 +76,15 @@ def difference(got: Tensor, wanted: Tensor, floor: float = 1e-30) -> float:
     return ((got - wanted).abs().max() / wanted.abs().max().clamp(min=floor)).item() if wanted.numel() else 0.0
 
 
-def check(rank: int, world: int, names: list[str], ep: int, config: EPConfig, save: bool) -> dict[str, str]:
+def check(
+    rank: int, world: int, names: list[str], ep: int, config: EPConfig, save: bool, experts: str = "auto"
+) -> dict[str, str]:
     """Train each architecture, patched and not; by name, what was wrong, or ''."""
     groups = ProcessGroups.create(layout(world, ep=ep))
     found = {}
     for name in names:
-        wrong = check_one(rank, world, functools.partial(build, name), groups, config, TINY[name].tolerance, save)
+        make = functools.partial(build, name)
+        wrong = check_one(rank, world, make, groups, config, TINY[name].tolerance, save, experts)
         found[name] = "; ".join(f"{what}: {value:.1e}" for what, value in wrong.items())
     groups.destroy()
     return found
@@ -95,13 +98,14 @@ def check_one(
     config: EPConfig,
     tolerance: float,
     save: bool,
+    experts: str = "auto",
 ) -> dict[str, float]:
     """What differs by more than ``tolerance`` between a patched and an unpatched model of ``make``, and by how much."""
     expected = reference(make(), world)
     model = make()
     names = [key for key, _ in model.named_parameters()]
     whole = sum(p.numel() for p in model.parameters())
-    handle = patch_model(model, config, groups)
+    handle = patch_model(model, config, groups, experts=experts)
     sharded = sum(part.shape.numel() for part in handle.parts.values())
     held = sum(p.numel() for p in handle.expert_parameters.values())
     assert sharded and held * groups.layout.ep_mp == sharded, "not P_E / M_E"
@@ -225,6 +229,47 @@ def test_architectures_of_every_form_on_four_ranks(pool, ep):
     """Catches replicas of experts that are not summed, or summed twice, in the forms that differ."""
     config = replace(CONFIG, dispatcher="block") if ep == 2 else CONFIG
     report(pool.run(check, 4, REPRESENTATIVE, ep, config, ep == 4, timeout=400))
+
+
+@pytest.mark.slow
+def test_own_code_of_every_form_on_the_rows_that_arrive(pool):
+    """Catches local ids off by the rank's first expert, and weights applied twice or not at all, in every form."""
+    names = ["mixtral", "gpt_oss", "llama4", "dbrx", "jetmoe", "switch_transformers", "nllb_moe"]
+    report(pool.run(check, 2, names, 2, CONFIG, False, "foreign", timeout=300))
+    output = replace(CONFIG, weight_at="output")
+    report(pool.run(check, 2, ["mixtral", "dbrx", "switch_transformers"], 2, output, False, "foreign", timeout=300))
+
+
+def test_settings_that_a_form_cannot_take_are_errors():
+    """Catches weights applied at another place than the model's, and code that cannot run on single routes."""
+    local = EPConfig(dispatcher="local")
+    with pytest.raises(ValueError, match="weight_at='output': Llama4TextMoe applies router weights at its input"):
+        patch_model(build("llama4"), replace(local, weight_at="output"))
+    with pytest.raises(
+        ValueError, match="LongcatFlashExperts cannot run on tokens with one route each: use experts='ours'"
+    ):
+        patch_model(build("longcat_flash"), local, experts="foreign")
+    with pytest.raises(ValueError, match=r"gate_up_proj ends in 4 rows of no expert, not divisible by the EP degree 8"):
+        Share(8, tail=4).check("gate_up_proj", 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("switch_transformers", "dropout_rate"), ("nllb_moe", "moe_token_dropout"), ("nllb_moe", "activation_dropout")],
+)
+def test_dropout_inside_experts_is_transformers_own(name, key):
+    """Catches a dropout that is left out without a word."""
+    model, plain = build(name, **{key: 0.5}), build(name, **{key: 0.5})
+    with pytest.raises(ValueError, match="dropout"):
+        patch_model(build(name, **{key: 0.5}), EPConfig(dispatcher="local"), experts="ours")
+    handle = patch_model(model, EPConfig(dispatcher="local"))
+    ids = tokens(0, 0)
+    trained = forward(model, ids, seed=0)[0]
+    model.eval(), plain.eval()
+    evaluated, expected = (forward(one, ids, seed=0)[0] for one in (model, plain))
+    assert difference(evaluated, expected) < ROUNDS
+    assert difference(trained, expected) > 1e-2
+    handle.close()
 
 
 def report(found: list[dict[str, str]]) -> None:
