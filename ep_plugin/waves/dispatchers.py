@@ -130,7 +130,7 @@ class _DeviceWaves(_OneRegionPerWave):
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         self.wave = self.waves - 1  # the slot that is leased ahead is for a first wave
         self.grad_slots = type(self).grad_slots * self.waves  # all waves' live together
-        super().__init__(*args, **kwargs)  # type: ignore[misc]
+        super().__init__(*args, **kwargs)
         self._side_back = torch.cuda.Stream(self.device)
 
     def _make(self: Any, max_tokens: int, max_rows: int) -> None:
