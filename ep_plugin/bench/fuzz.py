@@ -55,6 +55,7 @@ class Outcome:
     seconds: float = 0.0
     failure: Failure | None = None
     smallest: Failure | None = None
+    repeats: bool = True  # the smallest case failed again when it was run once more
 
 
 class Fuzzer:
@@ -94,6 +95,7 @@ class Fuzzer:
             outcome.seconds = time.monotonic() - start
             if failure is not None:
                 outcome.failure, outcome.smallest = failure, self.shrink(failure)
+                outcome.repeats = self.replay(outcome.smallest.case) is not None
                 break
             if self.rank == 0 and time.monotonic() - told > 10:
                 told = time.monotonic()
@@ -354,6 +356,8 @@ def report(outcome: Outcome, args: argparse.Namespace) -> str:
         return "\n".join([*lines, "no mismatch"])
     smallest = outcome.smallest
     lines += ["MISMATCH. The smallest case that fails:", *(f"  {line}" for line in smallest.lines)]
+    if not outcome.repeats:
+        lines.append("It did not fail when run once more: a matter of time or of the sets before it (same --seed).")
     same = "" if args.plant == "none" else f" --plant {args.plant}"
     lines += [f"ep-bench fuzz --device {args.device} --world {args.world}{same} --replay '{smallest.case.to_json()}'"]
     return "\n".join(lines)
