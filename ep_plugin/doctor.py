@@ -373,25 +373,18 @@ def _uses(gpus: Check, peers: Check, deepep: list[Check], cuda: bool) -> list[Us
 
 
 def models(as_json: bool) -> str:
-    """The Hugging Face architectures and what the adapter does with each."""
-    from .adapters import huggingface
+    """The Hugging Face architectures and what the adapter does with each. ``ImportError`` without transformers."""
+    from .adapters.huggingface_architectures import architectures
 
-    found: Any = huggingface.architectures()  # type: ignore[attr-defined]
-    rows = [asdict(row) if hasattr(row, "__dataclass_fields__") else dict(row) for row in found]
+    rows = architectures()
     if as_json:
-        return json.dumps(rows, indent=1, default=str)
-    if not rows:
-        return "transformers has no MoE architecture that could be looked at"
-    titles = list(rows[0])
-    cells = [titles, *([_cell(row[title]) for title in titles] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
-
-
-def _cell(value: Any) -> str:
-    return (
-        {None: "", True: "yes", False: "no"}.get(value, str(value)) if not isinstance(value, list) else ", ".join(value)
+        return json.dumps([asdict(row) for row in rows], indent=1)
+    width = max((len(row.name) for row in rows), default=0)
+    counts = ", ".join(
+        f"{sum(row.status == kind for row in rows)} {kind}" for kind in ("tested", "untested", "refused")
     )
+    lines = [f"{row.name.ljust(width)}  {row.status.ljust(8)}  {row.note}".rstrip() for row in rows]
+    return "\n".join([*lines, "", f"transformers {importlib.metadata.version('transformers')}: {counts}"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
