@@ -261,7 +261,8 @@ def fsdp_loop(rank, world):
             return loss.item(), norm.item()
 
         train_loop(rank, world, step_of, global_batches(world), model, handle, optimizer, unpatched)
-        held = torch.tensor([sum(p in part.state for part in parts_of(optimizer)) for p in experts])
+        ordered = list(handle.expert_parameters.values())
+        held = torch.tensor([sum(p in part.state for part in parts_of(optimizer)) for p in ordered])
         for part in parts_of(optimizer):
             assert all(isinstance(part.state[p]["exp_avg"], DTensor) for p in part.state if p not in experts)
         dist.all_reduce(held, group=groups.ep_dp)
