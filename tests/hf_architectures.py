@@ -237,7 +237,7 @@ def forward(model: nn.Module, ids: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Logits and loss; the last hidden state and a loss on it where the model has no head. Routers that draw random
     numbers draw those of ``seed``."""
     torch.manual_seed(seed)
-    kind = type(model).__name__
+    ids, kind = ids.to(model.device), type(model).__name__
     if kind.endswith(("ForCausalLM", "ForConditionalGeneration")):
         out = model(input_ids=ids, labels=ids)
         return out.logits, out.loss

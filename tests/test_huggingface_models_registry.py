@@ -47,7 +47,7 @@ def train(rank: int, world: int, names: list[str], ep: int, config: EPConfig, fo
         plain = model_class(name).from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         )
-        expected = reference(plain.train(), world)
+        expected = reference(plain.train().to("cuda" if torch.cuda.is_available() else "cpu"), world)
         with register(NAME, config) as registered:
             model = load(name, path, world, ep).train()
             optimizer = optimizer_of(model)
@@ -67,7 +67,7 @@ def train(rank: int, world: int, names: list[str], ep: int, config: EPConfig, fo
             assert (registered.bytes_sent() > 0) == (ep > 1)
             model.save_pretrained(f"{path}-saved")
         dist.barrier()
-        saved = model_class(name).from_pretrained(f"{path}-saved", dtype=torch.float32)
+        saved = model_class(name).from_pretrained(f"{path}-saved", dtype=torch.float32).to(model.device)
         for key, p in saved.named_parameters():
             assert difference(p.detach(), expected.parameters[key], 1e-2) < 10 * ROUNDS, f"{name} {key} saved"
 
