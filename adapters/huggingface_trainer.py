@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ..train.overflow import RERUNS, Overflows
 from .huggingface import PatchedModel
 from .huggingface_optimizer import shard_optimizer
 
@@ -142,6 +143,22 @@ class ExpertParallelMixin:
                 self.handle, type(optimizer), optimizer.param_groups, **defaults
             )
         return optimizer
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own. A forward whose dropless routes overflowed an expert rank's buffers runs again, on all
+        ranks, with larger ones, before any gradient is made of it."""
+        for _ in range(1 + RERUNS):
+            loss = super().compute_loss(model, dict(inputs), *args, **kwargs)  # type: ignore[misc]
+            overflows = Overflows(self.handle.dispatchers)
+            overflow = overflows.found()
+            if not overflow:
+                return loss
+            del loss  # and with it what still leases a buffer
+            overflows.regrow(overflow)
+        raise RuntimeError(
+            f"a forward overflowed its expert ranks' buffers {1 + RERUNS} times, although they grew each time to what"
+            " was needed: raise capacity.factor"
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.handle.clip_grad_norm_(self.args.max_grad_norm)

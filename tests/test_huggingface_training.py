@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_plugin.adapters.huggingface import PatchedModel, patch_model
 from ep_plugin.adapters.huggingface_optimizer import parts_of, shard_optimizer
-from ep_plugin.adapters.huggingface_trainer import use_accelerator
+from ep_plugin.adapters.huggingface_trainer import ExpertParallelMixin, use_accelerator
 from ep_plugin.adapters.huggingface_uneven import even_batches
 from ep_plugin.config import EPConfig
+from ep_plugin.dispatch import RouteOverflow
 from ep_plugin.topology import ProcessGroups, layout
 from tests.hf_models import TOP_K, Step, build, reference_step, tokens
 from tests.test_huggingface import difference, own
@@ -469,3 +470,31 @@ def noise_in_backward(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tupl
     if torch._C._current_graph_task_id() == -1:
         return None
     return (args[0] + 0.3 * torch.randn_like(args[0]), *args[1:])
+
+
+def test_a_forward_that_overflows_runs_again(pool):
+    """Catches a microbatch trained without the routes that did not fit, and one that only some ranks repeat."""
+    assert pool.run(overflowing, 2) == [(2, [0, 24]), (2, [0, 24])]
+
+
+def overflowing(rank, world):
+    grown = [0]
+
+    def check():
+        if rank == 1 and len(grown) == 1:
+            raise RouteOverflow("too small", 24)
+
+    small = SimpleNamespace(can_overflow=True, device=torch.device("cpu"), check=check, regrow=grown.append)
+    calls = []
+
+    class Plain:
+        def compute_loss(self, model, inputs, return_outputs=False):
+            calls.append(inputs.pop("labels"))
+            return torch.zeros(())
+
+    class Trainer(ExpertParallelMixin, Plain):
+        def __init__(self):
+            self.handle = SimpleNamespace(dispatchers=[small])
+
+    Trainer().compute_loss(nn.Identity(), {"labels": 1}, return_outputs=False)
+    return len(calls), grown
