@@ -20,6 +20,7 @@ WEIGHT_AT = ("hidden", "input", "output", "source")
 FILLS = ("none", "zero", "nan")
 SCHEDULES = ("none", "wave_sequential", "wave_overlapped", "auto")
 WAVES_BY = ("token", "expert")
+SPARED = ("first", "all")
 PRECISIONS = ("bf16", "mxfp8")
 ROUNDINGS = ("rceil", "floor")
 FORMATS = ("mxfp8", "bf16")
@@ -127,18 +128,21 @@ class ScheduleConfig:
     ``by``: parts of consecutive tokens, or of consecutive experts; the latter multiply what ``form='dedup'`` moves.
     ``width``: multiprocessors' worth of programs for the kernels that cross the link, under every schedule; 0 keeps
     ``launch``. ``spare``: multiprocessors that expert GEMMs leave to communication under ``wave_overlapped``; null
-    takes ``width``, at most 32, or 16 where that is 0."""
+    takes ``width``, at most 32, or 16 where that is 0. ``spared``: which GEMMs of a wave leave them, the ``first``,
+    beside which most of its neighbours' rows travel, or ``all``."""
 
     kind: str = "none"
     waves: int = 2
     by: str = "token"
     width: int = 0
     spare: int | None = None
+    spared: str = "first"
     table: str | None = None
 
     def validate(self) -> None:
         one_of("schedule.kind", self.kind, SCHEDULES)
         one_of("schedule.by", self.by, WAVES_BY)
+        one_of("schedule.spared", self.spared, SPARED)
         if not 1 <= self.waves <= 64:
             raise ValueError(f"schedule.waves={self.waves} must be 1 to 64")
         if self.width < 0:

@@ -256,7 +256,8 @@ def _agreed(own: Any) -> Any:
 def _key(point: Point) -> tuple[Any, ...]:
     s = point["schedule"]
     waves = () if s["kind"] == "none" else (s["waves"], s["by"])
-    return (s["kind"], s["width"], *waves, s["spare"] if s["kind"] == "wave_overlapped" else None)
+    spare = (s["spare"], s.get("spared", "all")) if s["kind"] == "wave_overlapped" else ()
+    return (s["kind"], s["width"], *waves, *spare)
 
 
 def _merge(result: dict[str, Any], earlier: dict[str, Any]) -> None:
@@ -278,9 +279,11 @@ def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
 def _print(point: Point) -> None:
     s, forward, step = point["schedule"], point["forward"], point["step"]
     waves = "" if s["kind"] == "none" else f"{s['waves']} waves by {s['by']}"
-    spare = f"spare {'auto' if s['spare'] is None else s['spare']}" if s["kind"] == "wave_overlapped" else ""
+    spare = ""
+    if s["kind"] == "wave_overlapped":
+        spare = f"spare {'auto' if s['spare'] is None else s['spare']} {s['spared']}"
     print(
-        f"{s['kind']:15s} width {s['width']:3d} {waves:18s} {spare:10s} forward {forward['median']:8.3f} ms"
+        f"{s['kind']:15s} width {s['width']:3d} {waves:18s} {spare:14s} forward {forward['median']:8.3f} ms"
         f" [{forward['low']:.3f} … {forward['high']:.3f}]   step {step['median']:8.3f} ms [{step['low']:.3f} …"
         f" {step['high']:.3f}]",
         flush=True,

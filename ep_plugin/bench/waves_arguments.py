@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spares", default="auto", help="comma-separated multiprocessors that GEMMs leave when overlapped; auto"
     )
+    parser.add_argument(
+        "--spared", default="first", help="comma-separated: which GEMMs of a wave leave them, first, all"
+    )
     parser.add_argument("--launch", default=None, help="a file that ep-bench tune wrote: launch settings for width 0")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no point is begun")
     parser.add_argument("--resume", default=None, help="comma-separated files of earlier runs")
@@ -57,4 +60,5 @@ def schedules(args: argparse.Namespace) -> Iterator[ScheduleConfig]:
         if "wave_sequential" in kinds:
             yield ScheduleConfig("wave_sequential", waves, args.by, width)
         if "wave_overlapped" in kinds:
-            yield from (ScheduleConfig("wave_overlapped", waves, args.by, width, spare) for spare in spares)
+            pairs = itertools.product(spares, args.spared.split(","))
+            yield from (ScheduleConfig("wave_overlapped", waves, args.by, width, *pair) for pair in pairs)

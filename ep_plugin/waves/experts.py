@@ -16,6 +16,7 @@ from ..experts.activation import Activation, Placed, hidden_gradients, hidden_ro
 from ..experts.grouped_linear import groups_of, weighted_rows
 from ..experts.groups import Groups, column, zero_padding
 from ..kernels.reduce import accumulation_dtype
+from .lanes import Spared
 
 
 @dataclass
@@ -72,11 +73,20 @@ class WaveMLP:
         """Dispatched rows [R, D] as the up projection reads them."""
         return weighted_rows(rows, weights if self.weight_at == "input" else None, valid, self.dtype)
 
-    def forward(self, rows: Tensor, weights: Tensor, offsets: Tensor, num_rows: int | None, out: Tensor | None) -> Made:
+    def forward(
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        offsets: Tensor,
+        num_rows: int | None,
+        out: Tensor | None,
+        spared: Spared,
+    ) -> Made:
         """``rows`` [R, D], their ``weights`` [R], ``offsets`` [E_l + 1]; y goes into ``out`` where that is given and
-        the experts apply the weights."""
+        the experts apply the weights. ``spared`` is put around GEMMs."""
         groups = self.groups(offsets, num_rows, rows.shape[0])
-        projected = groups.matmul(self.operand(rows, weights, groups.valid), self._forwards(self.up))
+        with spared(True):
+            projected = groups.matmul(self.operand(rows, weights, groups.valid), self._forwards(self.up))
         if self.up_bias is not None:
             groups.add_bias(projected, self.up_bias.to(self.dtype), None)
         at_hidden = weights if self.weight_at == "hidden" else None
@@ -84,7 +94,8 @@ class WaveMLP:
         target = None
         if out is not None and self.weight_at in ("input", "hidden") and out.dtype == self.dtype:
             target = out[: rows.shape[0]]
-        y = groups.matmul(hidden, self._forwards(self.down), target)
+        with spared(False):
+            y = groups.matmul(hidden, self._forwards(self.down), target)
         if self.down_bias is not None:
             groups.add_bias(y, self.down_bias.to(self.dtype), column(at_hidden, accumulation_dtype(self.dtype)))
         return Made(y.to(rows.dtype), projected, hidden)
@@ -98,6 +109,7 @@ class WaveMLP:
         offsets: Tensor,
         num_rows: int | None,
         place: Placed | None,
+        spared: Spared,
     ) -> Gradients:
         """From ``grad_y`` [R, D] and what forward ``projected`` [R, G]; ``rows`` [R, D] is needed under
         ``weight_at='input'`` alone. ``place``: where hidden rows and their gradient go besides."""
@@ -105,7 +117,8 @@ class WaveMLP:
         grad_y = grad_y.to(self.dtype)
         groups, acc = self.groups(offsets, num_rows, total), accumulation_dtype(self.dtype)
         at_hidden = weights if self.weight_at == "hidden" else None
-        dhidden = groups.matmul(grad_y, self._backwards(self.down))
+        with spared(True):
+            dhidden = groups.matmul(grad_y, self._backwards(self.down))
         found = hidden_gradients(
             projected, dhidden, at_hidden, offsets, self.activation, num_rows, hidden=place is None, placed=place
         )
@@ -118,7 +131,8 @@ class WaveMLP:
                 dweights = dweights + groups.dot_bias(grad_y, self.down_bias.to(self.dtype))
         if self.up_bias is not None:
             up_bias = groups.sum(found.up, None)
-        product = groups.matmul(found.up, self._backwards(self.up))
+        with spared(False):
+            product = groups.matmul(found.up, self._backwards(self.up))
         if self.weight_at == "input":
             assert rows is not None
             valid = groups.valid

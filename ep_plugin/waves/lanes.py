@@ -11,13 +11,14 @@ that was freed on a lane out to that lane, whose next work is behind the caller'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 THERE, EXPERTS, BACK = "there", "experts", "back"
+Spared = Callable[[bool], AbstractContextManager[None]]  # around a GEMM that is, or is not, the first of its wave
 Mark = torch.cuda.Event | None
 
 
@@ -26,9 +27,13 @@ class Lanes:
 
     ``spare``: multiprocessors that expert GEMMs leave free. Their kernels are persistent, one program on each
     multiprocessor they are given: a program that has to wait for communication to leave its place would finish a whole
-    GEMM time later. ``two_ways``: rows may travel in both directions at once."""
+    GEMM time later. ``every``: all GEMMs of a wave do so, else the first. ``two_ways``: rows may travel in both
+    directions at once."""
 
-    def __init__(self, device: torch.device, *, overlapped: bool, spare: int = 0, two_ways: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, *, overlapped: bool, spare: int = 0, every: bool = True, two_ways: bool = True
+    ) -> None:
+        self.every = every
         self.device, self.spare = device, spare if overlapped and device.type == "cuda" else 0
         self.streams: dict[str, torch.cuda.Stream] = {}
         if overlapped and device.type == "cuda":
@@ -82,9 +87,9 @@ class Pipeline:
             self.held.extend(tensors)
 
     @contextmanager
-    def spared(self) -> Iterator[None]:
-        """GEMMs that are enqueued inside leave multiprocessors to communication."""
-        if not self.lanes.spare:
+    def spared(self, first: bool = True) -> Iterator[None]:
+        """GEMMs that are enqueued inside leave multiprocessors to communication. ``first``: of their wave."""
+        if not self.lanes.spare or not (first or self.lanes.every):
             yield
             return
         before = torch._C._get_sm_carveout_experimental()

@@ -20,7 +20,7 @@ from ..kernels.scatter_rows import scatter_rows
 from ..mxfp8 import activation as between
 from ..mxfp8.gemm import RowGroups
 from ..mxfp8.node import Backward, _add_bias, _Context
-from .lanes import EXPERTS, Lanes, drive
+from .lanes import EXPERTS, Lanes, Spared, drive
 from .node import Step, joined, rows_of_all
 from .split import Wave
 
@@ -80,17 +80,19 @@ class WaveMXFP8(torch.autograd.Function):
 
             def experts(i: int) -> Any:
                 s = sent[i]
-                with d.guard("experts", step.layer), pipeline.spared():
+                with d.guard("experts", step.layer):
                     layout = RowGroups(s.state.map.offsets, s.state.num_rows, d.dtype)
                     offsets = layout.offsets
                     operand = s.received.operand(gemm.form, gemm.rounding, dtype=d.dtype, offsets=offsets)
-                    projected = gemm.product(operand, up, layout, into_up)
+                    with pipeline.spared(True):
+                        projected = gemm.product(operand, up, layout, into_up)
                     _add_bias(layout, projected, up_bias, None)
                     at_hidden = s.weights if weight_at == "hidden" else None
                     hidden, s.kept_up = between.forward(
                         projected, at_hidden, activation, gemm.form, gemm.rounding, offsets=offsets
                     )
-                    s.y = gemm.product(hidden, down, layout, into_up)
+                    with pipeline.spared(False):
+                        s.y = gemm.product(hidden, down, layout, into_up)
                     _add_bias(layout, s.y, down_bias, at_hidden)
                 return s.y
 
@@ -155,11 +157,13 @@ class _WaveBackward(Backward):
         scatter_rows(rows, self.targets[: rows.shape[0]], factors.rows, last)
         scatter_rows(grad, self.targets[: grad.shape[0]], factors.grad, last)
 
-    def experts(self) -> None:
+    def experts(self, spared: Spared) -> None:
         """Everything between the gradient's arrival and its way back."""
-        self.down_projection()
+        with spared(True):
+            self.down_projection()
         self.activation()
-        self.up_projection_input()
+        with spared(False):
+            self.up_projection_input()
         self.up_projection_weight()
 
 
@@ -210,8 +214,8 @@ def _backward(
 
         def experts(i: int) -> Any:
             w = waves[i]
-            with d.guard("experts backward", layer), pipeline.spared():
-                w.experts()
+            with d.guard("experts backward", layer):
+                w.experts(pipeline.spared)
             return w.drows, w.dots
 
         def dispatch(i: int) -> Any:

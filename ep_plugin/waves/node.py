@@ -113,9 +113,11 @@ class WaveExperts(torch.autograd.Function):
 
             def experts(i: int) -> None:
                 s, wave = sent[i], waves[i]
-                with inner.guard("experts", layer), pipeline.spared():
+                with inner.guard("experts", layer):
                     offsets = s.state.map.offsets[wave.first : wave.last + 1]
-                    made = mlp.of(wave.experts).forward(s.rows, s.weights, offsets, s.state.num_rows, s.arrived.output)
+                    made = mlp.of(wave.experts).forward(
+                        s.rows, s.weights, offsets, s.state.num_rows, s.arrived.output, pipeline.spared
+                    )
                 s.y, s.projected, s.arrived.output = made.y, made.projected, None
                 if s.arrived.rebuild is not None:
                     s.rows = s.rows[:0]  # where rows can be made again, they are free now
@@ -265,11 +267,11 @@ class _Backward:
         """From the gradient of the experts' output to that of the dispatched rows."""
         w = self.waves[i]
         assert w.grad_y is not None
-        with self.inner.guard("experts backward", self.layer), self.pipeline.spared():
+        with self.inner.guard("experts backward", self.layer):
             rows = w.rows() if self.weight_at == "input" else None
             place = None if self.whole is None else self.whole.place(i)
             w.found = self.mlp.of(w.wave.experts).backward(
-                w.grad_y, rows, w.weights, w.projected, w.offsets, w.state.num_rows, place
+                w.grad_y, rows, w.weights, w.projected, w.offsets, w.state.num_rows, place, self.pipeline.spared
             )
         return w.found, rows
 
@@ -315,7 +317,7 @@ class _Backward:
         """By expert: the weight gradients of wave w's experts."""
         assert w.found is not None and w.grad_y is not None
         mlp, dup, ddown = self.mlp.of(w.wave.experts), None, None
-        with self.inner.guard("experts backward", self.layer), self.pipeline.spared():
+        with self.inner.guard("experts backward", self.layer), self.pipeline.spared(False):
             groups = mlp.groups(w.offsets, w.state.num_rows, w.bound)
             if self.needs[3]:
                 assert w.found.hidden is not None

@@ -54,6 +54,7 @@ class WaveDispatcher(Dispatcher[RouteState]):
             inner.device,
             overlapped=schedule.kind == "wave_overlapped",
             spare=spare,
+            every=schedule.spared == "all",
             two_ways=inner.name != "deepep",  # whose two movements share one workspace
         )
 
