@@ -32,7 +32,7 @@ from ..heap import Heap, open_heap
 from ..topology import layout
 from .fuzz_case import Case, Setting, differences, draw_case, draw_setting, step
 
-SETS = {"cpu": 25, "cuda": 100}  # cases of one dispatcher, which takes longer to make on GPUs
+SETS = {"cpu": 25, "cuda": 150}  # cases of one dispatcher, which takes longer to make on GPUs
 SHRINK_TRIES = 150
 PLANTS = ("none", "dropped-wait", "swapped-rows", "lost-row", "wrong-weight")
 Oracle = list[list[Tensor]]
