@@ -19,8 +19,9 @@ from torch import Tensor
 from ep_plugin.config import CapacityConfig
 from ep_plugin.dispatch.layout import Part, Region
 from ep_plugin.heap.base import SymmBuffer
-from ep_plugin.kernels import fan_out_triton, put_triton, reduce_triton, scalars_triton
+from ep_plugin.kernels import fan_out_triton, pull_triton, put_triton, reduce_triton, scalars_triton
 from ep_plugin.kernels.peers import Peers
+from ep_plugin.kernels.pull import pull_rows_torch
 from ep_plugin.kernels.put import put_meta_torch, put_rows_torch, put_unique_torch, put_values_torch
 from ep_plugin.kernels.reduce import (
     accumulation_dtype,
@@ -439,6 +440,38 @@ def check_chunk_signals(case: Case) -> None:
         for rank in range(world):
             for name in ("stage", "partials"):
                 same_bits(memory[name, rank], want[name][rank], f"seed {case.seed}, {name} of rank {rank}")
+
+
+def check_pull(case: Case) -> None:
+    """Expert rows that their ranks pull from the tokens' ranks: those that PUT leaves there, whatever the sources hold
+    elsewhere; none from a rank without a slot, nor by a row number that is no token's."""
+    shape, memory = case.shape, Memory.on(case)
+    peers, tokens = memory.peers("stage"), shape.max_tokens
+    for r, x in enumerate(case.x):
+        memory["stage", r][: x.shape[0]] = x
+    put = case.after_put()["rows"]
+    for r in range(shape.world):
+        what = f"seed {case.seed}, rows that rank {r} pulls"
+        source_rank, source_row = (torch.full((case.bound,), -1, dtype=torch.int32, device=case.device) for _ in "12")
+        for source, m in enumerate(case.maps):
+            t, k = (m.dest_rank == r).nonzero(as_tuple=True)
+            row = m.dest_row[t, k].long()
+            source_rank[row], source_row[row] = source, t.int()
+        pulled, wanted = poison(torch.empty_like(put[r])), poison(torch.empty_like(put[r]))
+        pull_rows_torch([memory["stage", p] for p in range(shape.world)], source_rank, source_row, wanted)
+        pull_triton.pull_rows(peers, source_rank, source_row, pulled, num_tokens=tokens, launch=launches(case))
+        same_bits(wanted, put[r], what + " by the reference")
+        same_bits(pulled, put[r], what)
+        lost = memory.handles.clone()
+        memory.handles.fill_(-1)
+        for ranks, rows in ((source_rank, source_row), (source_rank + shape.world, source_row)):
+            poison(pulled)
+            pull_triton.pull_rows(peers, ranks, rows, pulled, num_tokens=tokens, launch=launches(case))
+            same_bits(pulled, poison(torch.empty_like(pulled)), what + ", of ranks without a slot")
+            memory.handles.copy_(lost)
+        outside = torch.where(source_row % 2 == 0, tokens + source_row, -2 - source_row)
+        pull_triton.pull_rows(peers, source_rank, outside, pulled, num_tokens=tokens, launch=launches(case))
+        same_bits(pulled, poison(torch.empty_like(pulled)), what + ", of tokens that are none")
 
 
 def check_lost_handles(case: Case) -> None:

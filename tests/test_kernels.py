@@ -64,6 +64,11 @@ def test_movements_equal_the_references(interpreters: dist.Pool, ranks: int) -> 
     interpreters.run(movements, 1, "check_movements", range(ranks, ranks + 2), ranks, timeout=300)
 
 
+def test_rows_are_pulled_as_they_are_put(interpreters: dist.Pool) -> None:
+    """Catches a row that is pulled from another token or rank than PUT takes it from, and a read out of bounds."""
+    interpreters.run(movements, 1, "check_pull", range(5), 3, timeout=300)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kernels_signal_their_chunks(interpreters: dist.Pool, ranks: int) -> None:
     """Catches a chunk that is signalled twice, never, or by a counter that the next launch does not go on from; and

@@ -18,6 +18,7 @@ WIDTHS = (2048, 4096, 7168, 33)
 MOVERS = (
     "put_rows",
     "put_unique",
+    "pull_rows",
     "fan_out",
     "pre_reduce_put",
     "sum_partials",
@@ -42,6 +43,7 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
         copy_triton,
         dense_routes_triton,
         fan_out_triton,
+        pull_triton,
         put_triton,
         reduce_triton,
         scalars_triton,
@@ -91,6 +93,11 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
 
     for scale in (None, by_route):
         put_triton.put_rows(x, peers, dest, dest, scale, num_rows=100)
+    many = Launch(2, block=1024)
+    put_triton.put_rows(x, peers, dest, dest, num_rows=100, launch=many)
+    routes = ints(100, dtype=torch.int32)
+    for shape in (pull_triton.PULL, Launch(2, warps=32)):
+        pull_triton.pull_rows(peers, routes, routes, rows, num_tokens=T, launch=shape)
     put_triton.put_unique(x, peers, dest.long(), 64, experts_per_rank=8, skip_rank=1, signal=signal)
     wide = Launch(2, warps=32, tile=1 << 16)
     put_triton.put_unique(x, peers, dest, 64, skip_rank=1, signal=signal, launch=wide)

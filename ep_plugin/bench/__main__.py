@@ -64,6 +64,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         world = int(os.environ.get("WORLD_SIZE", args.world))
         check_shape(num_experts=args.experts, top_k=args.top_k, hidden_size=args.hidden, ep=world)
         _check_machine(args)
+        if args.command == "fan-out" and world == 1:
+            raise ValueError("--world 1: a fan-out to other ranks needs at least two")
         if args.command == "waves":
             waves.check(args)
         if args.command == "mxfp8":
@@ -108,7 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("fuzz", help="random sets against the oracle until one differs (ep-bench fuzz -h)")
     d = commands.add_parser("dispatch", help="route map, dispatch and combine of every backend on the same routes")
     _backends(d)
-    _shape(d)
+    _shape(d, several_routes=True)
+    figure = commands.add_parser("fan-out", help="a token's rows to its experts by PUT, and by GET (report, Figure 19)")
+    fractions = "fractions of the routes that leave their rank, comma-separated"
+    figure.add_argument("--remote", type=_fractions, default=[0, 0.25, 0.5, 0.75, 1], help=fractions)
+    figure.add_argument("--plot", default=None, help="write a picture of both (PNG) to this file")
+    _shape(figure, routes=False)
+    figure.set_defaults(tokens=1024, repeats=5)
     whole = commands.add_parser("layer", help="a whole MoE step of every backend, with experts, forward and backward")
     _backends(whole)
     _shape(whole)
@@ -144,6 +152,22 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
+def _fractions(text: str) -> list[float]:
+    fractions = [float(part) for part in text.split(",")]
+    if not all(0 <= fraction <= 1 for fraction in fractions):
+        raise argparse.ArgumentTypeError(f"{text}: fractions of routes are 0 to 1")
+    return fractions
+
+
+def _kinds(text: str) -> str:
+    """Sets of routes, comma-separated, each once."""
+    kinds = list(dict.fromkeys(KINDS if text == "all" else text.split(",")))
+    for kind in kinds:
+        if kind not in KINDS:
+            raise argparse.ArgumentTypeError(f"{kind!r} is not one of {', '.join(KINDS)}, all")
+    return ",".join(kinds)
+
+
 def _backends(d: argparse.ArgumentParser) -> None:
     d.add_argument(
         "--backends",
@@ -155,11 +179,14 @@ def _backends(d: argparse.ArgumentParser) -> None:
     d.add_argument("--plot", default=None, help="write a picture of the phases side by side (PNG) to this file")
 
 
-def _shape(d: argparse.ArgumentParser) -> None:
+def _shape(d: argparse.ArgumentParser, *, routes: bool = True, several_routes: bool = False) -> None:
     d.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     d.add_argument("--world", type=int, default=4, help="processes to start when not under torchrun")
     d.add_argument("--heap", default="auto")
-    d.add_argument("--routes", choices=KINDS, default="uniform")
+    if several_routes:
+        d.add_argument("--routes", type=_kinds, default="uniform", help=f"comma-separated: {', '.join(KINDS)}; or all")
+    elif routes:
+        d.add_argument("--routes", choices=KINDS, default="uniform")
     d.add_argument("-T", "--tokens", type=int, default=4096, help="tokens per rank")
     d.add_argument("-D", "--hidden", type=int, default=512)
     d.add_argument("-K", "--top-k", type=int, default=8)

@@ -1,5 +1,5 @@
 """``ep-bench dispatch``: route map, dispatch and combine of every backend on the same routes, with each phase's
-time."""
+time and what the machine could do at most."""
 
 from __future__ import annotations
 
@@ -18,23 +18,65 @@ from ..dispatch.block import BlockDispatcher
 from ..kernels.fan_out import fan_out_torch
 from ..kernels.reduce import accumulation_dtype
 from .inputs import Inputs, backend
+from .limits import Limits, Traffic, against, least_bytes, measure_limits, said
 from .peers import PEERS, measure_peer, print_peer
 from .timing import Timing, measure
 
+HOST_WAIT = "plan > host split lists"
+
 
 def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Collective. Prints a table on rank 0 and returns the figures."""
+    """Collective. Prints a table for each set of routes on rank 0 and returns the figures.
+
+    Of one set: shape, ``limits``, ``backends`` and ``peers``. Of several: shape and ``limits``, and each set's result
+    in ``route_sets``."""
+    limits = measure_limits(device, args.heap, repeats=args.repeats)
+    sets = {}
+    for kind in args.routes.split(","):
+        sets[kind] = _run(argparse.Namespace(**{**vars(args), "routes": kind}), device, limits)
+    if len(sets) == 1:
+        return sets[args.routes]
+    shared = ("what", "num_experts", "top_k", "hidden_size", "tokens", "world", "dtype", "torch", "device", "limits")
+    first = next(iter(sets.values()))
+    return {name: first[name] for name in shared} | {"routes": args.routes, "route_sets": sets}
+
+
+def side_by_side(result: dict[str, Any]) -> dict[str, Any]:
+    """A result of several sets of routes as one whose backends are called ``backend, routes``, to be drawn."""
+    if "route_sets" not in result:
+        return result
+    sets = result["route_sets"].items()
+    return result | {
+        "backends": {f"{name}, {kind}": figures for kind, one in sets for name, figures in one["backends"].items()}
+    }
+
+
+def _run(args: argparse.Namespace, device: torch.device, limits: Limits) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs = Inputs.make(args, device)
     x, idx, weight = inputs.x, inputs.idx, inputs.weight
-    result = inputs.describe(args)
+    result = inputs.describe(args) | {"limits": asdict(limits)}
+    if rank == 0:
+        print(limits)
     remote = result["remote_bytes"]
     result["peers"] = {}
+    traffic, row_bytes, local = Traffic.of(idx, args.experts), x.shape[1] * x.element_size(), args.experts // world
+
+    def reached(form: str, dispatch_ms: float, combine_ms: float) -> dict[str, Any]:
+        times = {"dispatch": dispatch_ms, "combine": combine_ms}
+        return {
+            movement: against(limits, least_bytes(form, movement, traffic, row_bytes, local), ms)
+            for movement, ms in times.items()
+        }
+
     for name in args.backends.split(","):
         if name in PEERS:
             result["peers"][name] = peer = measure_peer(name, inputs, args)
+            form = "packed" if name == "nccl" else "block"
+            peer["reached"] = reached(form, peer["dispatch_ms"], peer["combine_ms"])
             if rank == 0:
                 print_peer(name, peer, remote["route"])
+                _print_reached(peer)
             continue
         config = backend(name, heap=args.heap, max_tokens=args.tokens, launch=LaunchConfig(table=args.table))
         unique = config.dispatcher == "deepep" or (config.dispatcher == "rowwise" and config.form == "dedup")
@@ -45,6 +87,9 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         figures = measure_backend(dispatcher, idx, weight, x, repeats=args.repeats)
         if isinstance(dispatcher, BlockDispatcher):
             figures |= _block_floor(dispatcher, idx, x, args)
+            figures["host_wait_ms"] = sum(s["host_ms"] for s in figures["spans"] if s["path"] == HOST_WAIT)
+        form = "dedup" if unique else "route" if config.dispatcher == "rowwise" else config.dispatcher
+        figures["reached"] = reached(form, figures["plan_dispatch_ms"], figures["combine_ms"])
         result["backends"][name] = figures
         if rank == 0:
             _print(name, figures, remote["token" if unique else "route"])
@@ -138,13 +183,20 @@ def _print(name: str, figures: dict[str, Any], remote: int) -> None:
         f"{'':14s} combine backward {figures['combine_backward_ms']:8.3f} ms   dispatch backward"
         f" {figures['dispatch_backward_ms']:8.3f} ms"
     )
+    _print_reached(figures)
     if "exchanges_alone_ms" in figures:
         floor = figures["exchanges_alone_ms"] + figures["permutations_alone_ms"]
         print(
             f"{'':14s} exchanges alone {figures['exchanges_alone_ms']:.3f} ms, permutations alone"
             f" {figures['permutations_alone_ms']:.3f} ms: total is {figures['total_ms'] / floor:.2f} × their sum"
         )
+        print(f"{'':14s} the host waits {figures['host_wait_ms']:.3f} ms for its split lists, in plan")
     print_spans(figures["spans"])
+
+
+def _print_reached(figures: dict[str, Any]) -> None:
+    for movement, reached in figures["reached"].items():
+        print(f"{'':14s} {movement:8s} {said(reached)}")
 
 
 def print_spans(spans: list[dict[str, Any]], rest: str = "between the phases") -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import dispatch, layer, mxfp8, step, tune, waves
+from . import dispatch, fan_out, layer, mxfp8, step, tune, waves
 from .plots import plot_phases
 
 COMMANDS = {
     "dispatch": dispatch.run,
+    "fan-out": fan_out.run,
     "layer": layer.run,
     "mxfp8": mxfp8.run,
     "step": step.run,
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     result = COMMANDS[args.command](args, device)
     rank = dist.get_rank()
     if args.command in ("dispatch", "layer") and args.plot is not None and rank == 0:
-        plot_phases(result, Path(args.plot))
+        plot_phases(dispatch.side_by_side(result), Path(args.plot))
     dist.barrier()
     dist.destroy_process_group()
     return result if rank == 0 else None

@@ -56,7 +56,7 @@ def test_movements_equal_the_references(shape: Shape, device: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[5]], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("check", ["check_chunk_signals", "check_lost_handles", "check_garbage_rows"])
+@pytest.mark.parametrize("check", ["check_pull", "check_chunk_signals", "check_lost_handles", "check_garbage_rows"])
 def test_signals_and_garbage(check: str, shape: Shape, device: str) -> None:
     """Catches what test_kernels.py names for each of these checks, with programs that run at the same time."""
     for seed in range(max(6, SETS // 4)):
