@@ -219,16 +219,16 @@ def test_doge_is_refused():
         patch_model(DogeForCausalLM(config), EPConfig(dispatcher="local"))
 
 
-REPRESENTATIVE = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "dbrx", "longcat_flash", "jetmoe"]
-REPRESENTATIVE += ["switch_transformers", "nllb_moe", "nemotron_h", "muse_spark"]
+REPRESENTATIVE = ["mixtral", "deepseek_v3", "gpt_oss", "llama4", "dbrx", "longcat_flash", "jetmoe"]
+REPRESENTATIVE += ["switch_transformers", "nllb_moe", "muse_spark"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_architectures_of_every_form_on_four_ranks(pool, ep):
+@pytest.mark.parametrize(("world", "ep"), [(2, 1), (4, 2), (4, 4)])
+def test_architectures_of_every_form_in_other_foldings(pool, world, ep):
     """Catches replicas of experts that are not summed, or summed twice, in the forms that differ."""
     config = replace(CONFIG, dispatcher="block") if ep == 2 else CONFIG
-    report(pool.run(check, 4, REPRESENTATIVE, ep, config, ep == 4, timeout=400))
+    report(pool.run(check, world, REPRESENTATIVE, ep, config, ep == 4, timeout=400))
 
 
 @pytest.mark.slow
