@@ -3,14 +3,15 @@
     torchrun --nproc-per-node 8 -m ep_plugin.bench.node8 --out FOLDER      # on GPUs; any number from 2
     python -m ep_plugin.bench.node8 --out FOLDER                           # eight CPU processes, small sizes
 
-The folder holds ``node8.json`` and pictures, written again after every step, so that a run that is ended keeps what it
-has. A step for which the time that is left would not do, judged by those of its kind before it, is skipped and named.
+The folder holds ``node8.json``, pictures, and the phases of every measurement in ``phases.txt``; all are written after
+every step, so that a run that is ended keeps what it has. A step for which the time that is left would not do, judged by those of its kind before it, is skipped and named.
 Exit status 1: a check or a step failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
@@ -92,7 +93,9 @@ class Session:
             return
         start, line, problem = time.monotonic(), "", ""
         try:
-            line = run()
+            with open(self.folder / "phases.txt" if self.rank == 0 else os.devnull, "a") as phases:
+                with contextlib.redirect_stdout(phases):
+                    line = run()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         problems: list[Any] = [None] * self.world

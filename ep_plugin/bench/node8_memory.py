@@ -107,9 +107,7 @@ class FoldedStep(Step):
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def measure_memory(
-    name: str, groups: ProcessGroups | None, args: argparse.Namespace, device: torch.device
-) -> Memory:
+def measure_memory(name: str, groups: ProcessGroups | None, args: argparse.Namespace, device: torch.device) -> Memory:
     """Train two steps over the backend ``name`` on the EP groups of ``groups`` (None: no EP); collective over WORLD."""
     inputs = Inputs.make(args, device)
     made: dict[str, Any] = {}
@@ -173,8 +171,12 @@ def peak_of(fn: Callable[[], None], device: torch.device) -> int:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    taken = [e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]"]
-    return int(max(taken, default=0))
+    events = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"]))
+    if not events:
+        return 0
+    # The profiler's sum keeps what an earlier profile saw made and did not see freed.
+    before = events[0]["args"]["Total Allocated"] - events[0]["args"]["Bytes"]
+    return int(max(e["args"]["Total Allocated"] for e in events) - before)
 
 
 def told(memory: Memory, without: Memory | None) -> str:

@@ -64,7 +64,7 @@ def plot_memory(ways: list[Memory], path: Path) -> None:
     for name, colour in parts.items():
         axes.barh(0, 0, color=colour, label=name)
     axes.plot([], [], "k", linewidth=2, label="expected by equation 9")
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
     axes.set_yticks(range(len(ways)), [NO_EP if way.ep == 1 else f"EP{way.ep} {way.backend}" for way in ways])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(way.total for way in ways) / GIB)
