@@ -25,6 +25,12 @@ CHUNKS = (1, 2, 3, 4, 6, 8)
 WIDTHS = {"put": (16, 24, 44, 66), "fan_out": (1056, 4224), "reduce": (132, 198, 330, 528), "sum": (2112, 1 << 15)}
 
 
+def with_width(launch: LaunchConfig, name: str, programs: int) -> LaunchConfig:
+    """``launch`` with another number of programs for the kernel ``name``."""
+    settings: dict[str, Any] = {name: programs}
+    return replace(launch, **settings)
+
+
 @torch.no_grad()
 def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Collective. Finds the chunk count of each way at the kernels' default widths, then, one after another, the
@@ -60,7 +66,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         timed(there, LaunchConfig(chunks=chunks, early=early), step)
     for name in ("put", "fan_out"):
         for programs in WIDTHS[name]:
-            timed(there, replace(best(there), **{name: programs}), step)
+            timed(there, with_width(best(there), name, programs), step)
     state = dispatcher.plan(idx, layer="tune", x=x)
     d = dispatcher.dispatch(state, x, weight)
 
@@ -71,7 +77,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         timed(back, LaunchConfig(back=chunks), combine)
     for name in ("reduce", "sum"):
         for programs in WIDTHS[name]:
-            timed(back, replace(best(back), **{name: programs}), combine)
+            timed(back, with_width(best(back), name, programs), combine)
     dispatcher.check()
     dispatcher.close()
     to, fro = best(there), best(back)
