@@ -168,7 +168,7 @@ def run_layer(rank: int, world: int, trace: str) -> dict[str, Any]:
 
 
 def run_dispatch(rank: int, world: int) -> dict[str, Any]:
-    return dispatch.run(parse(["dispatch", *TINY]), torch.device("cpu"))
+    return dispatch.run(parse(["dispatch", *TINY, "--routes", "uniform,one-rank"]), torch.device("cpu"))
 
 
 def check_trace(trace: Trace, backends: list[str], ranks: int) -> None:
@@ -209,14 +209,29 @@ def test_layer_reports_forward_backward_and_their_spans(pool, tmp_path):
 
 
 def test_dispatch_reports_every_movement_and_its_spans(pool):
-    """Catches a backend or a movement that is not measured, and routes that count as local when they are not."""
-    for result in pool.run(run_dispatch, 2):
-        assert list(result["backends"]) == BACKENDS
-        for figures in result["backends"].values():
-            for movement in ("plan", "plan_dispatch", "combine", "total", "combine_backward", "dispatch_backward"):
-                assert figures[f"{movement}_ms"] == figures[movement]["median"] > 0
-            check_spans(figures, {"plan", "dispatch", "combine"})
-        assert 0 < result["remote_bytes"]["token"] <= result["remote_bytes"]["route"] <= 24 * 2 * 16 * 4
+    """Catches a backend, a movement or a set of routes that is not measured, and routes that count as local when they
+    are not."""
+    for both in pool.run(run_dispatch, 2):
+        assert list(both["route_sets"]) == ["uniform", "one-rank"] and both["routes"] == "uniform,one-rank"
+        for kind, result in both["route_sets"].items():
+            assert list(result["backends"]) == BACKENDS and result["routes"] == kind
+            assert result["limits"] == both["limits"] and result["limits"]["link_gb_s"] > 0
+            for figures in result["backends"].values():
+                for movement in ("plan", "plan_dispatch", "combine", "total", "combine_backward", "dispatch_backward"):
+                    assert figures[f"{movement}_ms"] == figures[movement]["median"] > 0
+                check_spans(figures, {"plan", "dispatch", "combine"})
+            waits = {s["path"]: s["host_ms"] for s in result["backends"]["block"]["spans"]}
+            assert result["backends"]["block"]["host_wait_ms"] == waits["plan > host split lists"] > 0
+            assert 0 <= result["remote_bytes"]["token"] <= result["remote_bytes"]["route"] <= 24 * 2 * 16 * 4
+        assert dispatch.side_by_side(both)["backends"].keys() == {
+            f"{name}, {kind}" for name in BACKENDS for kind in ("uniform", "one-rank")
+        }
+        all_to_one = both["route_sets"]["one-rank"][
+            "backends"
+        ]  # rank 0 receives all 48 routes of the other's 24 tokens
+        for name, rows in {"block": 48, "rowwise": 24, "rowwise:route": 48}.items():
+            for movement in ("dispatch", "combine"):
+                assert all_to_one[name]["reached"][movement]["link_bytes"] == rows * 16 * 4
 
 
 def test_the_picture_shows_phases_and_what_runs_beside_them(tmp_path):
@@ -269,11 +284,15 @@ def test_the_command_starts_its_processes_and_writes_its_files(tmp_path, command
         (["layer", "--backends", "rowwise:"], "form=''"),
         (["layer", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json: its folder does not exist"),
         (["dispatch", "--heap", "shn"], "did you mean 'shm'"),
+        (["dispatch", "--routes", "uniform,zip"], "'zip' is not one of uniform, zipf"),
+        (["layer", "--routes", "uniform,zipf"], "invalid choice"),
+        (["fan-out", "--remote", "0,1.5"], "fractions of routes are 0 to 1"),
+        (["fan-out", "--world", "1"], "a fan-out to other ranks needs at least two"),
         (["dispatch", "-E", "18"], "num_experts=18 is not divisible by the EP degree 4"),
         (["layer", "-K", "40"], "top_k=40 is larger than num_experts=32"),
         (["dispatch", "--heap", "nvshmem"], "--heap nvshmem needs --device cuda"),
         (["dispatch", "--repeats", "0"], "--repeats 0 at least 1"),
-        (["tune"], "tune measures rowwise on GPUs"),
+        (["tune"], "tune measures on GPUs"),
     ],
 )
 def test_bad_arguments_end_before_any_process_is_started(capsys, monkeypatch, arguments, message):
