@@ -91,9 +91,14 @@ class Routes:
         row = rows[source, token, k].long()
         source_rank, source_row = (torch.empty(row.numel(), dtype=torch.int32) for _ in range(2))
         source_rank[row], source_row[row] = source.int(), token.int()
-        arrays = (found.dest_rank, found.dest_row, source_rank, source_row)
-        received = [int((ranks == r).sum()) for r in range(world)]
-        return Routes(*(array.to(device) for array in arrays), received, Traffic.of(idx, num_experts))
+        return Routes(
+            found.dest_rank.to(device),
+            found.dest_row.to(device),
+            source_rank.to(device),
+            source_row.to(device),
+            [int((ranks == r).sum()) for r in range(world)],
+            Traffic.of(idx, num_experts),
+        )
 
 
 def _gather(own: Tensor) -> Tensor:
