@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_plugin.bench import layer
+from ep_plugin.bench import dispatch, fan_out, layer
 from ep_plugin.bench.__main__ import parse
 from ep_plugin.bench.inputs import Inputs, backend
 from ep_plugin.bench.plots import plot_phases
@@ -85,6 +85,23 @@ def test_spans_add_up_to_the_work_of_the_step(ranks: Ranks) -> None:
     hidden = sum(s.side_ms for s in found)
     assert hidden > 0, said(found)
     dispatcher.close()
+
+
+def test_limits_bind_and_both_fan_outs_move_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    """Copies that are not between the GPUs, and kernels that beat them because they move something else. (That PUT and
+    GET leave the same rows, ``fan_out`` itself requires.)"""
+    shape = ["-T", "4096", "-D", "2048", "-K", "8", "-E", "16", "--repeats", "3", "--device", "cuda", "--heap", "torch"]
+    found = dispatch.run(parse(["dispatch", *shape, "--backends", "rowwise,rowwise:route"]), ranks[2])
+    limits = found["limits"]
+    assert 0 < limits["link_gb_s"] < limits["memory_gb_s"], limits
+    for figures in found["backends"].values():
+        for movement in ("dispatch", "combine"):
+            assert 0 < figures["reached"][movement]["share"] < 1.05, (limits, figures["reached"])
+    result = fan_out.run(parse(["fan-out", *shape, "--remote", "0,1", "--plot", str(tmp_path / "p.png")]), ranks[2])
+    for point in result["points"]:
+        for way in ("put", "get"):
+            assert len(point[way]["sweep_ms"]) == 6 and point[way]["ms"] == min(point[way]["sweep_ms"].values())
+            assert point[way]["share_of_link"] < 1.05, (limits, point)
 
 
 def test_nvtx_ranges_can_be_made(ranks: Ranks) -> None:
