@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,7 @@ def found_fault(rank: int, world: int, tensor: str | None) -> str:
 
 
 def test_a_check_finds_what_is_wrong_on_one_rank(pool):
-    """Catches a check that compares nothing, or only rank 0; dup of rank 1 reaches rank 0 through the sum over EP_DP."""
+    """Catches a check that compares nothing, or only rank 0. dup of rank 1 is in rank 0's sum over EP_DP too."""
     assert pool.run(found_fault, 2, None) == ["12 cases"] * 2
     for tensor, ranks in (("out", (1,)), ("dup", (0, 1))):
         for text in pool.run(found_fault, 2, tensor):
@@ -102,6 +105,56 @@ def test_bad_options_end_it_before_processes_start(tmp_path: Path, capsys):
         assert text in capsys.readouterr().err
 
 
+# A run's steps
+
+
+def session(folder: str, world: int, *options: str) -> node8.Session:
+    args = node8.parse(["--device", "cpu", "--world", str(world), "--out", folder, *SMALL, *options])
+    return node8.Session(args, torch.device("cpu"), time.monotonic())
+
+
+def spent(rank: int, world: int, folder: str) -> tuple[int, str]:
+    """A run that has no time."""
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        status = session(folder, world, "--budget", "0", "--backends", "nccl").run()
+    return status, told.getvalue()
+
+
+def test_a_spent_budget_is_told(pool, tmp_path: Path):
+    """Catches a run that goes on after its time, or that keeps quiet about what it left out."""
+    (status, told), (_, quiet) = pool.run(spent, 2, str(tmp_path))
+    assert status == 0 and quiet == ""
+    assert "skipped, --budget 0 s: check EP2, check without EP, dispatch D=16 nccl, memory no EP" in told
+    steps = json.loads((tmp_path / "node8.json").read_text())["steps"]
+    assert len(steps) == 6 and {step["status"] for step in steps} == {"skipped"}
+
+
+def stumbling(rank: int, world: int, folder: str) -> tuple[int, str, list[str]]:
+    """Rank 1 fails alone in the first of two steps; the third would take longer than the time that is left."""
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        s = session(folder, world, "--budget", "100")
+
+        def step() -> str:
+            if rank == 1:
+                raise MemoryError("no room")
+            return "fine"
+
+        s.do("one", "first", step)
+        s.do("two", "second", lambda: "fine")
+        s.longest["two"] = 101.0
+        s.do("two", "third", lambda: "fine")
+        status = s._conclude()
+    return status, told.getvalue(), [outcome.status for outcome in s.outcomes]
+
+
+def test_a_step_that_fails_on_one_rank_ends_no_run(pool, tmp_path: Path):
+    """Catches ranks that part after a failure, a failure that is no exit status, and an estimate that is not used."""
+    found = pool.run(stumbling, 2, str(tmp_path))
+    assert [(status, steps) for status, _, steps in found] == [(1, ["failed", "done", "skipped"])] * 2
+    assert "FAILED: first: rank 1: MemoryError: no room" in found[0][1]
+    assert "s left, needs 101 s" in found[0][1]
+
+
 # Whole runs
 
 
@@ -136,13 +189,6 @@ def look(found: dict[str, Any], folder: Path, world: int, foldings: list[str]) -
 def test_two_processes(tmp_path: Path):
     """Catches a step that fails, is left out, or is missing in what the run leaves."""
     look(run(tmp_path, 2), tmp_path, 2, ["EP2"])
-
-
-def test_a_spent_budget_is_told(tmp_path: Path, capfd):
-    """Catches a run that goes on after its time, or that keeps quiet about what it left out."""
-    found = run(tmp_path, 2, "--budget", "0.01", "--backends", "nccl")
-    assert {step["status"] for step in found["steps"]} == {"skipped"} and len(found["steps"]) == 6
-    assert "skipped, --budget 0.01 s: check EP2, check without EP, dispatch D=16 nccl" in capfd.readouterr().out
 
 
 @pytest.mark.slow

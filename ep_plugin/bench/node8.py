@@ -4,8 +4,8 @@
     python -m ep_plugin.bench.node8 --out FOLDER                           # eight CPU processes, small sizes
 
 The folder holds ``node8.json``, pictures, and the phases of every measurement in ``phases.txt``; all are written after
-every step, so that a run that is ended keeps what it has. A step for which the time that is left would not do, judged by those of its kind before it, is skipped and named.
-Exit status 1: a check or a step failed.
+every step, so that a run that is ended keeps what it has. A step for which the time that is left would not do, judged
+by those of its kind before it, is skipped and named. Exit status 1: a check or a step failed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +135,16 @@ class Session:
             "memory": [asdict(way) for way in self.memory],
             "verdicts": {hidden: [asdict(v) for v in verdicts(r)] for hidden, r in self.times["dispatch"].items()},
         }
-        partial = self.folder / "node8.json.partial"
-        partial.write_text(json.dumps(found, indent=1) + "\n")
-        partial.replace(self.folder / "node8.json")
+        unfinished = self.folder / "node8.json.partial"
+        unfinished.write_text(json.dumps(found, indent=1) + "\n")
+        unfinished.replace(self.folder / "node8.json")
 
     # What the steps do
 
     def folded(self, ep: int) -> ProcessGroups:
         """The groups of a folding, made once."""
         if ep not in self.groups:
-            self.groups[ep] = ProcessGroups.create(layout(self.world, ep=ep))
+            self.groups[ep] = ProcessGroups.create(layout(self.world, ep=ep), timeout=STUCK)
         return self.groups[ep]
 
     def folding(self, ep: int) -> str:
@@ -190,12 +191,12 @@ class Session:
     def run(self) -> int:
         """All steps, what matters most first; gives the exit status."""
         for ep in self.degrees:
-            self.do("check", f"check {self.folding(ep)}", lambda ep=ep: self.check(ep, "block", "dedup", "route"))
-        self.do("check", "check without EP", lambda: self.check(1, "local"))
+            self.do("check", f"check {self.folding(ep)}", partial(self.check, ep, "block", "dedup", "route"))
+        self.do("check", "check without EP", partial(self.check, 1, "local"))
         backends = self._backends()
         first, *others = sorted(self.args.hidden, key=lambda d: d != TARGET_HIDDEN)
         if "deepep" in backends:
-            self.do("check", f"check {self.folding(self.world)} deepep", lambda: self.check(self.world, "deepep"))
+            self.do("check", f"check {self.folding(self.world)} deepep", partial(self.check, self.world, "deepep"))
         self._time("dispatch", first, backends)
         self._memory(1, "local")
         self._memory(self.world, "block")
@@ -212,11 +213,11 @@ class Session:
     def _time(self, command: str, hidden: int, backends: list[str]) -> None:
         for name in backends:
             if command == "dispatch" or name not in PEERS:
-                self.do(command, f"{command} D={hidden} {name}", lambda name=name: self.time(command, hidden, name))
+                self.do(command, f"{command} D={hidden} {name}", partial(self.time, command, hidden, name))
 
     def _memory(self, ep: int, name: str) -> None:
         what = "no EP" if ep == 1 else f"{self.folding(ep)} {name}"
-        self.do("memory", f"memory {what}", lambda: self.measure(ep, name))
+        self.do("memory", f"memory {what}", partial(self.measure, ep, name))
 
     def _backends(self) -> list[str]:
         """Those that are asked for and run here."""
@@ -224,7 +225,11 @@ class Session:
         if "deepep" in names:
             args = self.args
             checks = deepep_preflight(
-                num_experts=args.experts, top_k=args.top_k, dtype=torch.bfloat16, world=self.world, max_tokens=args.tokens
+                num_experts=args.experts,
+                top_k=args.top_k,
+                dtype=torch.bfloat16,
+                world=self.world,
+                max_tokens=args.tokens,
             )
             why = "it moves rows of GPUs" if self.device.type == "cpu" else ""
             why = why or "; ".join(check.line() for check in checks if check.ok is False)
@@ -294,7 +299,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line with the device's sizes filled in, checked before processes are started."""
     parser = argparse.ArgumentParser(prog="python -m ep_plugin.bench.node8", description=__doc__)
     parser.add_argument("--out", required=True, help="folder for the JSON and the pictures; made where it is missing")
-    parser.add_argument("--budget", type=float, default=600.0, help="seconds; what would not fit is skipped")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds; what would not fit is skipped")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs where there are")
     parser.add_argument("--world", type=int, default=8, help="processes to start when not under torchrun")
     parser.add_argument("--heap", default="auto")

@@ -1,7 +1,7 @@
 """The checks of ``node8``: every dispatcher on every folding, forward and backward, against the oracle in float64.
 
-The cases are the fuzzer's, chosen here instead of drawn. The experts' gradients are summed over EP_DP, as a trainer does
-it, and compared with the sum that the oracle gives for all EP groups.
+The cases are the fuzzer's, chosen here instead of drawn. The experts' gradients are summed over EP_DP, as a trainer
+does it, and compared with the sum that the oracle gives for all EP groups.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def check_folding(groups: ProcessGroups, paths: tuple[str, ...], device: torch.d
                 heap=shared if config.dispatcher == "rowwise" else None,
             )
             for case in _cases(setting):
-                wrong += [f"{path}, weight_at {weight_at}, {line}" for line in _compare(case, dispatcher, groups, device)]
+                wrong += [
+                    f"{path}, weight_at {weight_at}, {line}" for line in _compare(case, dispatcher, groups, device)
+                ]
                 count += 1
             dispatcher.close()
     if shared is not None:
