@@ -43,10 +43,9 @@ $(MEGATRON_LATEST)/.ready: $(READY)
 	$(BIN)/python -m zipfile -e .venv/wheels/megatron_core-0.19.2-*.whl $(MEGATRON_LATEST)
 	touch $@
 
-# The last transformers 4, with the packages that it wants older than the installed one does.
+# The last transformers 4, with the packages that it wants older than the installed one does, or that that does not want.
 $(TRANSFORMERS_4)/.ready: $(READY)
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-		--dest .venv/wheels transformers==4.57.6 huggingface-hub==0.36.2 tokenizers==0.22.2
-	for wheel in transformers-4.57.6 huggingface_hub-0.36.2 tokenizers-0.22.2; do \
-		$(BIN)/python -m zipfile -e .venv/wheels/$$wheel-*.whl $(TRANSFORMERS_4) || exit 1; done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRANSFORMERS_4) \
+		transformers==4.57.6 huggingface-hub==0.36.2 tokenizers==0.22.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(TRANSFORMERS_4) requests==2.34.2
 	touch $@

@@ -12,6 +12,7 @@ from ep_plugin.adapters.megatron_cpu import cuda_is_cpu
 from ep_plugin.bench.__main__ import parse
 from ep_plugin.bench.inputs import Inputs
 from ep_plugin.bench.peers import _all_to_alls, _megatron, measure_peer
+from tests import megatron_models
 
 
 def moved(rank: int, world: int) -> list[str]:
@@ -28,6 +29,7 @@ def moved(rank: int, world: int) -> list[str]:
     wrong += [] if torch.equal(returned, want) else ["the rows did not come back"]
     figures = measure_peer("nccl", inputs, args)
     wrong += [] if figures["total_ms"] > 0 and figures["dispatch_ms"] > 0 else [f"{figures}"]
+    megatron_models.on_cpu()
     with cuda_is_cpu(), torch.no_grad():
         args.routes = "uniform"
         inputs = Inputs.make(args, torch.device("cpu"))
