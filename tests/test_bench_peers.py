@@ -35,6 +35,9 @@ def moved(rank: int, world: int) -> list[str]:
         inputs = Inputs.make(args, torch.device("cpu"))
         there, back = _megatron(inputs, args)
         arrived, out = there(), back()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()  # the process serves other tests
     mine = [torch.empty_like(inputs.idx) for _ in range(world)]
     dist.all_gather(mine, inputs.idx)
     expected = sum(int((idx // 4 == rank).sum()) for idx in mine)
