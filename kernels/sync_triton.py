@@ -163,11 +163,11 @@ def post(counter: Tensor, signals: Peers, ticket: Tensor | None = None) -> None:
 class ChunkSignal:
     """A kernel that moves rows signals each of ``chunks`` parts of a batch by itself, without a launch in between.
 
-    Part i is tokens [``edge(i)``, ``edge(i + 1)``). ``counter``: int64 [>= 1], ours for the channel, raised by
-    ``chunks``. ``signals``: the word (channel, this rank) on every rank. ``arrivals``: int32 [2·chunks], zero between
-    launches: programs that have finished a part, of which the last one signals, and tiles of the part that a program
-    has taken. Multiprocessors get unequal shares of the link; with tiles dealt out in advance the slowest one would
-    hold every part back."""
+    Part i is tokens [``max_tokens``·i // ``chunks``, ``max_tokens``·(i + 1) // ``chunks``). ``counter``: int64 [>= 1],
+    ours for the channel, raised by ``chunks``. ``signals``: the word (channel, this rank) on every rank. ``arrivals``:
+    int32 [2·chunks], zero between launches: programs that have finished a part, of which the last one signals, and
+    tiles of the part that a program has taken. Multiprocessors get unequal shares of the link; with tiles dealt out in
+    advance the slowest one would hold every part back."""
 
     chunks: int
     max_tokens: int
@@ -175,14 +175,11 @@ class ChunkSignal:
     signals: Peers
     arrivals: Tensor
 
-    def edge(self, part: int) -> int:
-        """The first token of ``part``."""
-        return self.max_tokens * part // self.chunks
-
     @property
     def parts(self) -> list[tuple[int, int]]:
         """(begin, end) of every part."""
-        return [(self.edge(i), self.edge(i + 1)) for i in range(self.chunks)]
+        edges = [self.max_tokens * i // self.chunks for i in range(self.chunks + 1)]
+        return list(zip(edges[:-1], edges[1:], strict=True))
 
     @staticmethod
     def arguments(signal: "ChunkSignal | None") -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
@@ -206,7 +203,7 @@ def next_tile(arrivals, part, tile, parts: tl.constexpr):
 
 @triton.jit
 def part_edge(max_tokens, part, parts: tl.constexpr):
-    """The first token of a part; see ``ChunkSignal.edge``."""
+    """The first token of a part, as in ``ChunkSignal.parts``."""
     return max_tokens * part // parts
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ep_plugin.config import EPConfig, LaunchConfig
 from ep_plugin.dispatch import build_dispatcher
@@ -57,17 +59,18 @@ def test_a_file_that_is_no_table_is_an_error_that_names_it(tmp_path: Path, text:
 
 
 def _build(rank: int, world: int, folder: str) -> str:
-    table = Path(folder) / f"{rank}.json"
-    store(table, SHAPE, LaunchConfig(chunks=1 + rank))
-    config = EPConfig(launch=LaunchConfig(table=str(table)))
-    import torch
-
-    with pytest.raises(ValueError) as error:
-        build_dispatcher(config, num_experts=4, top_k=2, hidden_size=8, dtype=torch.float32)
+    own = Path(folder) / str(rank)
+    own.mkdir()
+    with contextlib.chdir(own):  # so that the setting itself is the same on all ranks
+        store("table.json", SHAPE, LaunchConfig(chunks=1 + rank))
+        config = EPConfig(launch=LaunchConfig(table="table.json"))
+        with pytest.raises(ValueError) as error:
+            build_dispatcher(config, num_experts=4, top_k=2, hidden_size=8, dtype=torch.float32)
     return str(error.value)
 
 
 def test_ranks_with_different_tables_are_told(tmp_path: Path) -> None:
-    """Chunk counts that differ between ranks, which would wait for signals that never come."""
+    """Tables of one name on several hosts that say different things: chunk counts then differ between ranks, which wait
+    for signals that never come."""
     for said in dist.run(_build, 2, str(tmp_path)):
         assert "different settings of launch.table" in said

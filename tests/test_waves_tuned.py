@@ -18,7 +18,8 @@ from ep_plugin.bench.__main__ import parse
 from ep_plugin.bench.waves_arguments import schedules
 from ep_plugin.bench.waves_trace import Account, Kernel, account_of, intersection, kernels_of, union
 from ep_plugin.config import EPConfig, ScheduleConfig
-from ep_plugin.waves.tuned import FORMAT, Shape, choose, read_table, resolve
+from ep_plugin.tables import FORMAT
+from ep_plugin.waves.tuned import Shape, choose, read_table, resolve
 
 SHAPE = Shape(
     tokens=16384, hidden_size=2048, width=768, top_k=8, num_experts=128, ep=2, dtype="bfloat16",

@@ -30,8 +30,9 @@ import torch.distributed as dist
 from ..config import EPConfig, LaunchConfig, ScheduleConfig
 from ..dispatch import Dispatcher, build_dispatcher
 from ..heap import Heap, open_heap
+from ..tables import FORMAT
 from ..waves.split import token_edges
-from ..waves.tuned import FORMAT, Choice, Shape, choose
+from ..waves.tuned import Choice, Shape, choose
 from .dispatch import room
 from .inputs import Inputs, backend
 from .layer import Step

@@ -255,24 +255,16 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         stage = self._payload(handles, "stage")
         self.there.begin()
         with self._across():
-            self.moves.put_unique(
-                x,
-                stage,
-                topk_idx,
-                self.rank * self.max_tokens,
-                experts_per_rank=self.num_local_experts,
-                skip_rank=self.rank,
-                signal=self.there.signal,
-                launch=self.launches.put,
-            )
+            self._put_unique(x, stage, topk_idx, self.num_local_experts)
 
-    def _put_unique(self, x: Tensor, stage: Peers, dest_rank: Tensor) -> None:
-        """Every token once to each other rank that a route names."""
+    def _put_unique(self, x: Tensor, stage: Peers, routes: Tensor, experts_per_rank: int = 1) -> None:
+        """Every token once to each other rank that a route names, as a rank or as an expert's id."""
         self.moves.put_unique(
             x,
             stage,
-            dest_rank,
+            routes,
             self.rank * self.max_tokens,
+            experts_per_rank=experts_per_rank,
             skip_rank=self.rank,
             signal=self.there.signal,
             launch=self.launches.put,

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LaunchConfig
+from ..tables import FORMAT, NEAR, read_points
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
-NEAR = 1.5  # a batch counts as measured if its tokens are within this factor of a point's
 
 
 @dataclass(frozen=True)
@@ -45,17 +43,7 @@ class Shape:
 
 def read_table(path: str | Path) -> list[dict[str, Any]]:
     """The points of a table. Raises ``ValueError`` naming the file and what is wrong with it."""
-    try:
-        table = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"launch.table={str(path)!r} cannot be read: {error}") from error
-    if not isinstance(table, dict) or table.get("what") != "launch" or table.get("format") != FORMAT:
-        said = table.get("what") if isinstance(table, dict) else None
-        raise ValueError(
-            f"launch.table={str(path)!r} is not a table of ep-bench tune of format {FORMAT}: it says what={said!r}"
-        )
-    points: list[dict[str, Any]] = table["points"]
-    return points
+    return read_points(path, "launch", "launch.table")
 
 
 def store(path: str | Path, shape: Shape, launch: LaunchConfig, **figures: float) -> None:

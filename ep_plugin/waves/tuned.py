@@ -8,18 +8,15 @@ the quartiles of the slowest rank.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ..config import ScheduleConfig
+from ..tables import NEAR, read_points
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
-NEAR = 1.5  # a batch counts as measured if its tokens are within this factor of a point's
 
 
 @dataclass(frozen=True)
@@ -68,17 +65,7 @@ class Choice:
 
 def read_table(path: str | Path) -> list[dict[str, Any]]:
     """The points of a table. Raises ``ValueError`` naming the file and what is wrong with it."""
-    try:
-        table = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"schedule.table={str(path)!r} cannot be read: {error}") from error
-    if not isinstance(table, dict) or table.get("what") != "waves" or table.get("format") != FORMAT:
-        raise ValueError(
-            f"schedule.table={str(path)!r} is not a table of ep-bench waves of format {FORMAT}: it says"
-            f" what={table.get('what') if isinstance(table, dict) else None!r}"
-        )
-    points: list[dict[str, Any]] = table["points"]
-    return points
+    return read_points(path, "waves", "schedule.table")
 
 
 def choose(points: list[dict[str, Any]], shape: Shape, time: str = "step") -> Choice:
