@@ -128,10 +128,13 @@ class PatchedExperts:
         with self.dispatchers.of(self.shape).guard("plan", self.name):
             self._check(hidden_states)
             dtype = self._row_dtype(hidden_states)
-        d = self.dispatchers.of(replace(self.shape, dtype=dtype))
+        shape = replace(self.shape, dtype=dtype)
+        d = self.dispatchers.of(shape)
+        rows = hidden_states.reshape(-1, d.hidden_size).to(d.dtype)
+        self.dispatchers.expect(shape, rows.shape[0])
         out = moe_step(
             d,
-            hidden_states.reshape(-1, d.hidden_size).to(d.dtype),
+            rows,
             top_k_index,
             top_k_weights,
             self.experts,
@@ -217,6 +220,7 @@ class PatchedModel:
     ) -> None:
         self.model, self.groups = model, groups
         self.dispatchers, self.layers, self.gradients = dispatchers, layers, gradients
+        self._unfollow = dispatchers.follow(model)
         # Every expert parameter of the whole model, by name; where experts are modules of their own, also other ranks'.
         self.parts = {
             _full(layer.name, key): Part(share, layer.shapes[key])
@@ -316,6 +320,7 @@ class PatchedModel:
     def close(self) -> None:
         """Release dispatchers and hooks; collective, before the process groups go. The model cannot run after it.
         Idempotent."""
+        self._unfollow()
         for layer in self.layers:
             layer.close()
         self.gradients.close()
@@ -376,6 +381,8 @@ def patch_model(
     modules = _choose(model, pattern)
     layouts = {name: choose_layout(name, module, family, experts) for name, (module, family) in modules.items()}
     shapes = {name: _shape(model, name, *found, config, groups, top_k) for name, found in modules.items()}
+    if config.schedule.kind == "auto":
+        shapes = {name: replace(s, expert_width=_width(modules[name][0], layouts[name])) for name, s in shapes.items()}
     if config.precision == "mxfp8":
         _check_mxfp8(modules, layouts)
     _check_sharded(modules, groups)
@@ -410,10 +417,16 @@ def _check_mxfp8(modules: dict[str, tuple[nn.Module, Family]], layouts: dict[str
                 f"precision='mxfp8' computes the experts itself, but those of {name} ({type(module).__name__}) run"
                 " their own code or lie apart in memory: use experts='ours' where it is known, or precision='bf16'"
             )
-        down = layout.tensors(module)[1]
-        width = down.shape[1 if layout.transposed else 2]
-        if width % 32:
+        width = _width(module, layout)
+        if width is not None and width % 32:
             raise ValueError(f"precision='mxfp8' needs an expert width that is a multiple of 32; {name} has {width}")
+
+
+def _width(module: nn.Module, layout: ExpertsLayout | None) -> int | None:
+    """F of one expert, where our grouped MLP computes them."""
+    if layout is None or not layout.grouped:
+        return None
+    return int(layout.tensors(module)[1].shape[1 if layout.transposed else 2])
 
 
 def _full(module: str, key: str) -> str:

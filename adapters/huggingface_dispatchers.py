@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..config import EPConfig
 from ..dispatch import Dispatcher, build_dispatcher
@@ -16,7 +17,8 @@ from ..dispatch import Dispatcher, build_dispatcher
 @dataclass(frozen=True)
 class Shape:
     """What layers must share to share a dispatcher: E, K, D, the dtype of the rows and the device; ``weight_at`` where
-    the model's own code applies router weights elsewhere than the settings say."""
+    the model's own code applies router weights elsewhere than the settings say; ``expert_width`` F where a schedule is
+    looked up by it."""
 
     num_experts: int
     top_k: int
@@ -24,6 +26,7 @@ class Shape:
     dtype: torch.dtype
     device: torch.device
     weight_at: str | None = None
+    expert_width: int | None = None
 
 
 class Dispatchers:
@@ -36,6 +39,25 @@ class Dispatchers:
         self.config, self.group = config, group
         self.row_dtype: torch.dtype | None = None
         self._made: dict[Shape, Dispatcher[Any]] = {}
+        self._to_tell: set[Shape] = set()
+
+    def follow(self, model: nn.Module) -> Callable[[], None]:
+        """Before every forward pass of ``model``, let buffers that were made for fewer tokens grow; gives what ends
+        that. Only DeepEP's must be told, where ``max_tokens`` does not say it."""
+        if self.config.dispatcher != "deepep" or self.config.max_tokens is not None:
+            return lambda: None
+
+        def begin(*_: Any) -> None:
+            self._to_tell = set(self._made)
+
+        return model.register_forward_pre_hook(begin).remove
+
+    def expect(self, shape: Shape, num_tokens: int) -> None:
+        """A layer of ``shape`` has ``num_tokens`` tokens of this rank. Collective in the first of a forward pass that
+        is followed."""
+        if shape in self._to_tell:  # neither in a later layer nor in a recomputation
+            self._to_tell.remove(shape)
+            self._made[shape].expect(num_tokens)
 
     def of(self, shape: Shape) -> Dispatcher[Any]:
         """The dispatcher of ``shape``. Raises ``ValueError`` for settings or shapes that do not fit."""
@@ -50,6 +72,7 @@ class Dispatchers:
                 group=self.group,
                 device=shape.device,
                 heap=getattr(first, "heap", None),  # the first one's, which closes it
+                expert_width=shape.expert_width,
             )
         return self._made[shape]
 

@@ -91,6 +91,7 @@ class GroupWatch:
         self.timeout_s = timeout_s
         self._names = rank_names(group)
         self._number = 0  # collectives so far
+        self._told: deque[str] = deque()  # keys of the last two gathers
         self._on_device: deque[tuple[int, Phase, torch.cuda.Event]] = deque()
         self._stopped = ""
         self._left = False
@@ -108,10 +109,13 @@ class GroupWatch:
     # Collectives
 
     def gather(self, own: Any, phase: Phase) -> list[Any]:
-        """Every rank's picklable ``own``, by rank; for the few things that are told when something is built."""
+        """Every rank's picklable ``own``, by rank; for the few things that the host tells, not for rows."""
         self.check_stopped(phase)
         name = f"gather/{self._number}"
-        self._store.set(f"{name}/{self.rank}", pickle.dumps(own))  # type: ignore[arg-type]  # takes bytes as well
+        if len(self._told) > 1:  # who told something in the last gather has read all of the one before
+            self._store.delete_key(self._told.popleft())
+        self._told.append(f"{name}/{self.rank}")
+        self._store.set(self._told[-1], pickle.dumps(own))  # type: ignore[arg-type]  # takes bytes as well
         keys = [f"{name}/{rank}" for rank in range(self.world)]
         if self._has_cpu:  # notices at once a peer that ends before it comes
             word = torch.zeros(self.world, dtype=torch.int64)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_plugin.dispatch import Dispatcher
 from ep_plugin.heap import HeapAborted, HeapTimeout, Phase, region
@@ -110,6 +111,24 @@ def test_a_rank_that_stops_ends_the_model_within_one_timeout(path, phase):
     exits = run_forked(struck_rank, WORLD, path, phase, signal.SIGSTOP, 1.0)
     assert not any(exit.hung for exit in exits)
     named_by_all(exits, phase, "stopped by a signal", 1.0 + 4.0)
+
+
+def gathers(rank: int, world: int) -> list[int]:
+    watch, store = GroupWatch(None, LONG), dist.distributed_c10d._get_default_store()
+    keys = []
+    for number in range(8):
+        time.sleep(0.02 * ((rank + number) % 2))
+        assert watch.gather((rank, number), Phase("gather")) == [(r, number) for r in range(world)]
+        if number in (3, 7):
+            dist.barrier()
+            keys.append(store.num_keys())
+            dist.barrier()
+    return keys
+
+
+def test_what_is_told_is_forgotten(pool):
+    """Fault: a long run fills the store; a rank forgets what a slower one has not read."""
+    assert all(early == late for early, late in pool.run(gathers, 3))
 
 
 def killed_in_build(rank: int, world: int, path: str, where: str) -> None:

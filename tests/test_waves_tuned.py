@@ -13,13 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from ep_plugin.adapters.huggingface import patch_model
 from ep_plugin.bench.__main__ import parse
 from ep_plugin.bench.waves_arguments import schedules
 from ep_plugin.bench.waves_trace import Account, Kernel, account_of, intersection, kernels_of, union
 from ep_plugin.config import EPConfig, ScheduleConfig
 from ep_plugin.tables import FORMAT
+from ep_plugin.topology import ProcessGroups, layout
 from ep_plugin.waves.tuned import Shape, choose, read_table, resolve
+from tests.hf_models import EXPERTS, HIDDEN, TOP_K, WIDTH, build, tokens
 
 SHAPE = Shape(
     tokens=16384, hidden_size=2048, width=768, top_k=8, num_experts=128, ep=2, dtype="bfloat16",
@@ -183,3 +187,28 @@ def test_a_sweep_resumes_and_its_table_serves_auto(tmp_path):
     assert (tmp_path / "picture-sweep.png").stat().st_size > 10_000
     assert (tmp_path / "picture-timeline.png").stat().st_size > 10_000
     assert choose(read_table(file), Shape(**points[0]["shape"])).none is not None
+
+
+def patched(rank: int, world: int, schedule: ScheduleConfig) -> list[ScheduleConfig]:
+    model = build("plain", torch.float32)
+    groups = ProcessGroups.create(layout(world, ep=world))
+    handle = patch_model(model, EPConfig(schedule=schedule, max_tokens=16, timeout_s=30.0), groups)
+    ids = tokens(0, rank)
+    model(ids, ids).loss.backward()
+    found = [dispatcher.config.schedule for dispatcher in handle.dispatchers]
+    handle.close()
+    groups.destroy()
+    return found
+
+
+def test_a_patched_model_finds_what_is_stored_for_its_experts(pool, tmp_path):
+    """Fault: the adapter does not say how wide its experts are, so that no stored point is for them."""
+    shape = Shape(
+        tokens=16, hidden_size=HIDDEN, width=WIDTH, top_k=TOP_K, num_experts=EXPERTS, ep=2, dtype="float32",
+        dispatcher="rowwise", form="dedup", precision="bf16", device="cpu",
+    )  # fmt: skip
+    won = ScheduleConfig("wave_overlapped", 2)
+    for width, found in ((WIDTH, won), (2 * WIDTH, ScheduleConfig())):
+        of = replace(shape, width=width)
+        setting = table(tmp_path / f"{width}.json", point(ScheduleConfig(), 5.0, shape=of), point(won, 3.0, shape=of))
+        assert pool.run(patched, 2, setting) == [[found]] * 2

@@ -144,6 +144,10 @@ class Dispatcher(ABC, Generic[StateT]):
         self.rank, self.world = rank, world
         self.num_local_experts = num_experts // world
 
+    def expect(self, num_tokens: int) -> None:
+        """Collective, before a forward pass: its layers have ``num_tokens`` tokens on this rank. Buffers that were made
+        for fewer than the most of all ranks grow. Nothing to do where they are made to measure, or by the settings."""
+
     def check_routes(self, topk_idx: Tensor) -> None:
         """``ValueError`` quoting what does not fit this dispatcher in ``topk_idx`` [T, K]."""
         if topk_idx.dim() != 2 or topk_idx.shape[1] != self.top_k:

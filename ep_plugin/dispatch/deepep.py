@@ -120,6 +120,10 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
         self.bucket = bucket
         return bucket
 
+    def expect(self, num_tokens: int) -> None:
+        # Never fewer than before: a recomputation may still come with the tokens of an earlier forward pass.
+        self.agree(max(num_tokens, self.bucket))
+
     def set_deepep(self, config: DeepEPConfig) -> None:
         """Collective, between steps: other ``sms`` and ``qps`` from now on. What else ``config`` says is not looked
         at; the handles of earlier steps are void where rows cross nodes."""

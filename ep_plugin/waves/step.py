@@ -68,6 +68,11 @@ class WaveDispatcher(Dispatcher[RouteState]):
         """The symmetric heap, where there is one."""
         return getattr(self.inner, "heap", None)
 
+    def expect(self, num_tokens: int) -> None:
+        """See ``Dispatcher.expect``; ``num_tokens`` are those of the whole batch."""
+        schedule = self.config.schedule
+        self.inner.expect(-(-num_tokens // schedule.waves) if schedule.by == "token" else num_tokens)
+
     def split(self, topk_idx: Tensor, layer: str) -> tuple[list[Wave], RouteMap | None]:
         """The waves of ``topk_idx`` [T, K] without the routes that capacity drops, which is decided for the whole
         batch; and the whole batch's map where that had to be made."""
