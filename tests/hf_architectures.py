@@ -128,7 +128,9 @@ TINY: dict[str, Tiny] = {
         "Gemma4ForCausalLM", enable_moe_block=True, vocab_size_per_layer_input=64, hidden_size_per_layer_input=4
     ),
     "glm4v_moe": text("Glm4vMoeTextModel", rope_parameters=dict(rope(1, 1, 2), partial_rotary_factor=1.0)),
-    "glm5_next": text("Glm5NextTextModel", index_kpool=2, qk_rope_head_dim=0, **SECOND_SPARSE),
+    "glm5_next": text(
+        "Glm5NextTextModel", index_kpool=2, qk_rope_head_dim=0, linear_head_dim=8, linear_num_heads=4, **SECOND_SPARSE
+    ),
     "granitemoehybrid": causal(
         mamba_n_heads=8,
         mamba_d_head=8,
