@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 from torch import nn
 
 T = TypeVar("T")
+OF_EXPERT = re.compile(r"(weight|bias)(\d+)")  # TransformerEngine's grouped linear maps number their parameters
 
 
 def by_global_name(model: nn.Module, tensors: dict[str, T]) -> dict[str, T]:
-    """``tensors`` of ``model``'s parameters (by parameter name), named by global layer number and global expert id."""
+    """``tensors`` of ``model``'s parameters (by parameter name), named by global layer number and global expert id.
+
+    Experts of TransformerEngine's grouped modules get the names that experts in modules of their own have."""
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -24,5 +28,8 @@ def by_global_name(model: nn.Module, tensors: dict[str, T]) -> dict[str, T]:
             if "local_experts" in parts:
                 at = parts.index("local_experts") + 1
                 parts[at] = str(moe.local_expert_indices[int(parts[at])])
+            elif "experts" in parts and (numbered := OF_EXPERT.fullmatch(parts[-1])):
+                parts[-1] = numbered[1]
+                parts[-2:-2] = ["local_experts", str(moe.local_expert_indices[int(numbered[2])])]
             renamed[".".join(["layer", str(module.layer_number), *parts])] = renamed.pop(key)
     return renamed

@@ -15,6 +15,7 @@ DISPATCHERS = ("local", "block", "rowwise", "deepep")
 FORMS = ("dedup", "route")
 HEAPS = ("auto", "shm", "torch", "nvshmem")
 TRANSPORTS = ("peer", "device")
+PERMUTES = ("torch", "te")
 POLICIES = ("dropless", "rank", "source", "expert")
 WEIGHT_AT = ("hidden", "input", "output", "source")
 FILLS = ("none", "zero", "nan")
@@ -206,9 +207,10 @@ class EPConfig:
     ``dedup`` sends a token once per expert rank, ``route`` once per route (the report's form). ``heap``: the symmetric
     heap of rowwise. ``transport`` of rowwise on GPUs: ``peer`` stores and loads through pointers to the other GPUs'
     memory; ``device`` calls NVSHMEM's own put and get, which need none, and so reach GPUs of other machines
-    (heap='nvshmem'). ``weight_at``: where the router weight is applied (``hidden`` before the down projection,
-    ``input`` before the up projection, ``output`` in the sum on the expert rank, ``source`` in the sum at the token).
-    ``max_tokens``: the most tokens a rank passes to one layer call;
+    (heap='nvshmem'). ``permute`` of block: torch's index operations, or ``te``, TransformerEngine's fused kernels, for
+    tokens that name an expert at most once. ``weight_at``: where the router weight is applied (``hidden`` before the
+    down projection, ``input`` before the up projection, ``output`` in the sum on the expert rank, ``source`` in the
+    sum at the token). ``max_tokens``: the most tokens a rank passes to one layer call;
     ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
     payload buffers, one per forward in flight (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on
     GPUs. ``timeout_s``: how long any
@@ -223,6 +225,7 @@ class EPConfig:
     form: str = "dedup"
     heap: str = "auto"
     transport: str = "peer"
+    permute: str = "torch"
     weight_at: str = "hidden"
     capacity: CapacityConfig = field(default_factory=CapacityConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -243,6 +246,12 @@ class EPConfig:
         one_of("transport", self.transport, TRANSPORTS)
         if self.transport == "device":
             self._validate_device_transport()
+        one_of("permute", self.permute, PERMUTES)
+        if self.permute == "te" and (self.dispatcher != "block" or self.precision != "bf16"):
+            raise ValueError(
+                f"permute='te' moves plain rows of dispatcher='block', not of dispatcher={self.dispatcher!r} with"
+                f" precision={self.precision!r}: use permute='torch'"
+            )
         one_of("weight_at", self.weight_at, WEIGHT_AT)
         one_of("diagnostic_fill", self.diagnostic_fill, FILLS)
         self.capacity.validate()

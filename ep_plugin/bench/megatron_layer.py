@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m ep_plugin.bench.megatron_layer [--json result.json]
 
 Every rank holds E/EP experts and T tokens of its own. Times are medians over repeats of the largest over ranks, in
-milliseconds; the default shape is the one that Megatron publishes.
+milliseconds; the default shape is the one that Megatron publishes. ``--spec te`` builds the layer of
+TransformerEngine's modules, as most Megatron users do: its grouped experts, fused permutation and fused router.
 
 - ``layer``: forward and backward, the host ahead of the device as it is in the middle of a model, up to where the layer
   itself waits for the device. ``layer_alone``: the device idle when it begins, so the host's launches count too.
@@ -11,7 +12,7 @@ milliseconds; the default shape is the one that Megatron publishes.
 - ``gemm``: when a kernel of a matrix product ran, by the profiler. ``rest`` = layer - gemm, ``rest_alone`` likewise.
 - ``activation``: kernels of the experts' activation, which are part of the rest.
 - ``calls``: the six dispatcher calls around experts that only apply the probabilities, forward and backward.
-- ``..._speedup``: alltoall's time over this one's.
+- ``..._speedup``: alltoall's time over this one's; of ``layer`` it is the speedup end to end.
 
 After each way's line come our phases and the kernels that took most time besides the products.
 """
@@ -38,14 +39,16 @@ from ..dispatch.spans import span
 from .spans import ON_DEVICE, Trace, mean_over_ranks, read_spans, record, union_of
 from .timing import SPIN_CYCLES, measure, measure_host
 
-GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|grouped_mm", re.IGNORECASE)
+GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|grouped_mm", re.IGNORECASE)  # TransformerEngine's too
 # Ours; Megatron's, which torch.compile makes and names after what it fuses, or runs one operation at a time.
 ACTIVATION = re.compile(r"swish|swiglu|silu|triton_(poi|red|per)_fused.*sigmoid", re.IGNORECASE)
 SHOWN = 14  # kernels of a way
 PROFILED = 5  # calls
+SHAPE = ("tokens", "hidden", "width", "experts", "top_k", "factor", "heap", "spec")
 WAYS: dict[str, tuple[EPConfig | None, str]] = {
     "alltoall": (None, "megatron"),
     "block": (EPConfig(dispatcher="block"), "megatron"),
+    "block:te": (EPConfig(dispatcher="block", permute="te"), "megatron"),
     "rowwise": (EPConfig(), "megatron"),
     "rowwise:route": (EPConfig(form="route"), "megatron"),
     "rowwise+experts": (EPConfig(), "plugin"),
@@ -77,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-I", "--width", type=int, default=2048, help="expert width")
     parser.add_argument("-E", "--experts", type=int, default=32)
     parser.add_argument("-K", "--top-k", type=int, default=8)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=None, metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument("--spec", choices=("local", "te"), default="local", help="what the layer's modules are")
     parser.add_argument("--heap", default="auto")
     parser.add_argument("--factor", type=float, default=1.5, help="rows that the buffers hold over T·K")
     parser.add_argument("--repeats", type=int, default=15)
@@ -97,14 +101,18 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "megatron_core": __version__,
         "device": torch.cuda.get_device_name(device),
         "ep": dist.get_world_size(),
-        **{name: getattr(args, name) for name in ("tokens", "hidden", "width", "experts", "top_k", "factor", "heap")},
+        **{name: getattr(args, name) for name in SHAPE},
         "ways": {},
     }
-    for name in args.ways:
+    if args.spec == "te":
+        from transformer_engine import __version__ as te_version
+
+        result["transformer_engine"] = te_version
+    for name in args.ways or [way for way in WAYS if args.spec == "te" or way != "block:te"]:
         found = one_way(name, args, device)
         result["ways"][name] = found
         base = result["ways"].get("alltoall")
-        for part in ("rest", "rest_alone", "calls"):
+        for part in ("layer", "layer_alone", "rest", "rest_alone", "calls"):
             if base is not None and found[part] is not None:
                 found[f"{part}_speedup"] = round(base[part] / found[part], 2)
         if dist.get_rank() == 0:
@@ -178,14 +186,16 @@ def one_way(name: str, args: argparse.Namespace, device: torch.device) -> dict[s
 
 
 def build_layer(args: argparse.Namespace, device: torch.device) -> Any:
-    """Megatron's MoE layer with its sequential experts (no Transformer Engine), in bfloat16 on ``device``."""
+    """Megatron's MoE layer in bfloat16 on ``device``: of its own modules, whose experts run one after another, or of
+    TransformerEngine's."""
     import functools
 
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    te = args.spec == "te"
     config = TransformerConfig(
         num_layers=1,
         hidden_size=args.hidden,
@@ -203,10 +213,16 @@ def build_layer(args: argparse.Namespace, device: torch.device) -> Any:
         activation_func=F.silu,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=not args.no_fusion,
+        moe_grouped_gemm=te,
+        moe_permute_fusion=te,
+        moe_router_fusion=te,
         bf16=True,
         params_dtype=torch.bfloat16,
     )
-    mlp = get_gpt_layer_local_spec(num_experts=args.experts, moe_grouped_gemm=False).submodules.mlp
+    spec_of = (
+        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if te else gpt_layer_specs.get_gpt_layer_local_spec
+    )
+    mlp = spec_of(num_experts=args.experts, moe_grouped_gemm=te).submodules.mlp
     submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
     layer = MoELayer(config, submodules, pg_collection=get_default_pg_collection())
     layer.set_layer_number(1)

@@ -104,6 +104,10 @@ def _build(
     shape = ("num_experts", "top_k", "hidden_size", "dtype")
     agree(config, group, **{name: kwargs[name] for name in shape}, precision=config.precision, mxfp8=config.mxfp8)
     if config.dispatcher == "block":
+        if config.permute == "te":
+            from .block_te import TEBlockDispatcher
+
+            return wrap(TEBlockDispatcher)(config, group=group, **kwargs)
         block = wrap(BlockDispatcher)
         return block(config, group=group, **kwargs) if precision is None else precision.block(group, **kwargs)
     if config.dispatcher == "deepep":

@@ -144,7 +144,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
     def send(self, state: BlockState, x: Tensor, topk_weight: Tensor, arrived: Arrived) -> tuple[Tensor, Tensor]:
         routes = state.send_routes
         with span("local permute"):
-            rows = fan_out_torch(x, routes, self.top_k)
+            rows = self.fan_out(state, x, None)
         rows = self._to_experts(state, rows)
         weights = topk_weight.to(accumulation_dtype(x.dtype)).reshape(-1, 1)[routes]
         max_tokens = int(state.map.tokens.max())
@@ -168,14 +168,17 @@ class BlockDispatcher(Dispatcher[BlockState]):
             out = self.merge(state, rows, weights)
         return out, self._by_route(state, rows) if keep else None
 
+    def fan_out(self, state: BlockState, x: Tensor, scale: Tensor | None) -> Tensor:
+        """The tokens ``x`` [T, D] as rows in send order [N, D], times ``scale`` [N] where given."""
+        return fan_out_torch(x, state.send_routes, self.top_k, scale)
+
     def merge(self, state: BlockState, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Sum rows in send order [N, D] into tokens [T, D], weighted by ``weights`` [T, K] where given."""
         return sum_routes_torch(rows, self._sent_row(state), state.map.dest_rank, self.world, weights)
 
     def send_grad(self, state: BlockState, grad: Tensor, scale: Tensor | None) -> Tensor:
-        routes = state.send_routes
-        scale = None if scale is None else scale.reshape(-1)[routes]
-        return self._to_experts(state, fan_out_torch(grad, routes, self.top_k, scale))
+        scale = None if scale is None else scale.reshape(-1)[state.send_routes]
+        return self._to_experts(state, self.fan_out(state, grad, scale))
 
     def return_grad(
         self, state: BlockState, grad_rows: Tensor | None, grad_weights: Tensor | None
@@ -193,14 +196,24 @@ class BlockDispatcher(Dispatcher[BlockState]):
         if state.recv_order is None:
             return received
         with span("global permute"):
-            return received.index_select(0, state.recv_order)
+            return self.sort(state, received)
 
     def _to_tokens(self, state: BlockState, rows: Tensor) -> Tensor:
         """The reverse of ``_to_experts``."""
         if state.recv_order is not None:
             with span("global unpermute"):
-                rows = torch.empty_like(rows).index_copy_(0, state.recv_order, rows)
+                rows = self.unsort(state, rows)
         return self._exchange(rows, state.sizes[1], state.sizes[0])
+
+    def sort(self, state: BlockState, rows: Tensor) -> Tensor:
+        """[R, …] in order of arrival → in (expert, source, t·K+k) order."""
+        assert state.recv_order is not None
+        return rows.index_select(0, state.recv_order)
+
+    def unsort(self, state: BlockState, rows: Tensor) -> Tensor:
+        """The reverse of ``sort``."""
+        assert state.recv_order is not None
+        return torch.empty_like(rows).index_copy_(0, state.recv_order, rows)
 
     def _exchange(self, rows: Tensor, send_sizes: Tensor, recv_sizes: Tensor) -> Tensor:
         with span("all-to-all"):

@@ -1,0 +1,1 @@
+"""Tests of several GPUs that need TransformerEngine."""
