@@ -13,6 +13,14 @@ def _end_workers() -> Iterator[None]:
     dist.close_shared_pool()
 
 
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[dist.Pool]:
+    """Processes in which Triton interprets, which it decides at its import; one module's own."""
+    pool = dist.Pool(TRITON_INTERPRET="1")
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def pool() -> dist.Pool:
     """Processes that live for the whole session: ``pool.run(fn, world, *args, timeout=120)``."""

@@ -1,8 +1,8 @@
 """Run test functions on several real processes joined by a gloo group.
 
-``run`` keeps its worker processes for the whole pytest session, because importing torch costs seconds; every task gets
-a process group of its own, so nothing is left over from the task before. ``run_fresh`` starts new processes, for tests
-in which a process dies.
+``run`` keeps its worker processes for the whole pytest session, because imports cost seconds; every task gets a process
+group of its own, so nothing is left over from the task before. Workers are forks of a server that has imported torch.
+``run_fresh`` starts new interpreters, for tests in which a process dies.
 
 Functions are module-level, ``fn(rank, world, *args)``, and reach the workers by name.
 """
@@ -31,8 +31,11 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 5.0  # what the other ranks get to notice that one has failed
-START_SECONDS = 120.0  # importing torch in eight processes at once on a busy machine
+START_SECONDS = 120.0  # importing torch in several processes at once on a busy machine
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+server = multiprocessing.get_context("forkserver")
+# Nothing that imports triton, which decides then whether it interprets.
+server.set_forkserver_preload(["pytest", "torch.distributed", "ep_plugin.heap.shm", "tests.moe", "tests.dist"])
 
 
 def join_group(rank: int, world: int, store: str, timeout: float) -> None:
@@ -63,7 +66,15 @@ def leave_group(in_step: bool) -> None:
     dist.destroy_process_group()
 
 
-def _work(conn: Connection, stacks: str) -> None:
+def _work(conn: Connection, stacks: str, environment: dict[str, str]) -> None:
+    """A worker's life; without the destructors of a whole interpreter, which take seconds once torch is used."""
+    os.environ.clear()
+    os.environ.update(environment)
+    _do_tasks(conn, stacks)
+    os._exit(0)
+
+
+def _do_tasks(conn: Connection, stacks: str) -> None:
     """A worker's loop: receive a task, report its value or its traceback, clean up, report idle."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -73,8 +84,6 @@ def _work(conn: Connection, stacks: str) -> None:
     orphaned.start()
     log = open(stacks, "w")  # stays open: faulthandler writes to it
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-    import torch.distributed  # noqa: F401 - the costly import, once
-
     conn.send_bytes(pickle.dumps(("idle", None)))
     while True:
         try:
@@ -104,12 +113,14 @@ def _work(conn: Connection, stacks: str) -> None:
 class _Worker:
     """One worker process and our end of its pipe."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, environment: dict[str, str]) -> None:
         self.stacks = folder / f"{name}.stacks"
-        context = multiprocessing.get_context("spawn")
-        self.conn, theirs = context.Pipe()
-        with _environment():
-            self.process = context.Process(target=_work, args=(theirs, str(self.stacks)), name=name, daemon=True)
+        self.conn, theirs = server.Pipe()
+        environment = {**os.environ, **ENVIRONMENT, **environment}
+        self.process = server.Process(
+            target=_work, args=(theirs, str(self.stacks), environment), name=name, daemon=True
+        )
+        with _environment():  # the server's own, if it starts only now
             self.process.start()
         theirs.close()
 
@@ -148,9 +159,12 @@ def _environment():
 
 
 class Pool:
-    """Worker processes that live through many tasks; a task of ``world`` ranks takes the first ``world`` of them."""
+    """Worker processes that live through many tasks; a task of ``world`` ranks takes the first ``world`` of them.
 
-    def __init__(self) -> None:
+    ``environment``: what the workers have beside this process's environment."""
+
+    def __init__(self, **environment: str) -> None:
+        self._environment = environment
         self._folder = Path(tempfile.mkdtemp(prefix="ep-plugin-tests-"))
         self._workers: list[_Worker] = []
         self._started = 0
@@ -197,7 +211,7 @@ class Pool:
             if index < len(self._workers) and self._workers[index].process.is_alive():
                 continue
             self._started += 1
-            worker = _Worker(self._folder, f"worker-{self._started}")
+            worker = _Worker(self._folder, f"worker-{self._started}", self._environment)
             fresh.append(worker)
             self._workers[index : index + 1] = [worker]
         for worker in fresh:
@@ -271,6 +285,16 @@ def close_shared_pool() -> None:
 def run(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """``Pool.run`` on the session's pool."""
     return shared_pool().run(fn, world, *args, timeout=timeout)
+
+
+def run_apart(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0, **environment: str) -> list[Any]:
+    """``Pool.run`` on workers of its own, with ``environment``, which end with it: for functions that change what
+    modules hold."""
+    pool = Pool(**environment)
+    try:
+        return pool.run(fn, world, *args, timeout=timeout)
+    finally:
+        pool.close()
 
 
 @dataclass(frozen=True)

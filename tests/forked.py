@@ -6,7 +6,6 @@ multiprocessing ends them, without the destructors of a whole interpreter; ``run
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -18,10 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.dist import ENVIRONMENT, Exit, join_group, leave_group
-
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["pytest", "torch.distributed", "ep_plugin.heap.shm", "tests.moe", "tests.dist"])
+from tests.dist import ENVIRONMENT, Exit, join_group, leave_group, server
 
 
 def _main(folder: str, rank: int, world: int, timeout: float, task: bytes) -> None:
@@ -45,7 +41,7 @@ def run_forked(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 
     task = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="ep-plugin-tests-") as folder:
         processes = [
-            _server.Process(target=_main, args=(folder, rank, world, timeout, task), daemon=True)
+            server.Process(target=_main, args=(folder, rank, world, timeout, task), daemon=True)
             for rank in range(world)
         ]
         for process in processes:

@@ -6,6 +6,9 @@ with another machine's arithmetic, not with its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -292,22 +295,30 @@ def check_movements(device: str, dtype: torch.dtype, width: int, seed: int = 0) 
             assert bool((rows_out[n:] == 5).all() & (data[n:] == GUARD).all() & (scales[n:] == 5).all())
 
 
-def check_all(device: str, thorough: bool) -> None:
-    """Everything above; ``thorough`` adds widths that only compiled kernels get through in reasonable time."""
-    check_every_element(device)
-    for width in (32, 160) if not thorough else (32, 160, 1056, 2048, 4096, 7168):
-        for rounding in ROUNDINGS:
-            check_codec(device, torch.bfloat16, width, rounding)
-        check_codec(device, torch.float32, width, "rceil")
-    check_codec(device, torch.float16, 96, "rceil", rows=21, valid=17)
-    check_codec(device, torch.bfloat16, 2080, "rceil", rows=11, valid=9)  # more than one tile of a row
-    for counts, columns in (([5, 0, 300, 129], 9), ([0, 0], 4), ([1], 128), ([128, 256], 1)):
-        check_swizzle(device, counts, columns)
+def check_all(device: str, thorough: bool, share: tuple[int, int] = (0, 1)) -> None:
+    """Everything above; ``thorough`` adds widths that only compiled kernels get through in reasonable time. ``share``
+    (i, n): only every n-th check from the i-th on, the rest being done elsewhere."""
+    for check in list(_checks(device, thorough))[share[0] :: share[1]]:
+        check()
+
+
+def _checks(device: str, thorough: bool) -> Iterator[Callable[[], None]]:
+    """The long ones first, neighbours about equally long."""
+    for width in (32, 160) if not thorough else (32, 160, 4096):
+        yield partial(check_movements, device, torch.bfloat16, width)
+    yield partial(check_movements, device, torch.float32, 96)
     for width in (32,) if not thorough else (32, 1056, 4096, 7168):
         for rounding in ROUNDINGS:
-            check_swiglu(device, torch.bfloat16, width, rounding)
-    check_swiglu(device, torch.float32, 96, "rceil")
-    check_swiglu(device, torch.bfloat16, 4128, "rceil", rows=9, valid=9)  # a row that no program holds at once
-    for width in (32, 160) if not thorough else (32, 160, 4096):
-        check_movements(device, torch.bfloat16, width)
-    check_movements(device, torch.float32, 96)
+            yield partial(check_swiglu, device, torch.bfloat16, width, rounding)
+    yield partial(check_swiglu, device, torch.float32, 96, "rceil")
+    # A row that no program holds at once.
+    yield partial(check_swiglu, device, torch.bfloat16, 4128, "rceil", rows=9, valid=9)
+    yield partial(check_every_element, device)
+    for width in (32, 160) if not thorough else (32, 160, 1056, 2048, 4096, 7168):
+        for rounding in ROUNDINGS:
+            yield partial(check_codec, device, torch.bfloat16, width, rounding)
+        yield partial(check_codec, device, torch.float32, width, "rceil")
+    yield partial(check_codec, device, torch.float16, 96, "rceil", rows=21, valid=17)
+    yield partial(check_codec, device, torch.bfloat16, 2080, "rceil", rows=11, valid=9)  # more than one tile of a row
+    for counts, columns in (([5, 0, 300, 129], 9), ([0, 0], 4), ([1], 128), ([128, 256], 1)):
+        yield partial(check_swizzle, device, counts, columns)

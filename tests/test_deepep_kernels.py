@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,24 +13,6 @@ from tests import dist
 pytest.importorskip("triton")
 
 
-@pytest.fixture
-def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Pools of processes of their own: Triton decides at its import whether it interprets."""
-    pools = []
-
-    def make(interpret: bool) -> dist.Pool:
-        if interpret:
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-        else:
-            monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        pools.append(dist.Pool())
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
-
-
 def all_cases(rank: int, world: int) -> None:
     cases = importlib.import_module("tests.deepep_kernel_cases")
     cases.check_routes("cpu", False, torch.int64)
@@ -39,9 +20,9 @@ def all_cases(rank: int, world: int) -> None:
     cases.check_rows("cpu")
 
 
-def test_kernels_equal_their_references(pool_of: Any) -> None:
+def test_kernels_equal_their_references() -> None:
     """Fault: repeats or bad ids that one of them sees, garbage that is read as routes, other rounding."""
-    pool_of(True).run(all_cases, 1, timeout=200)
+    dist.run_apart(all_cases, 1, TRITON_INTERPRET="1")
 
 
 def compile_for_hopper(rank: int, world: int) -> list[str]:
@@ -96,7 +77,7 @@ def compile_for_hopper(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_hopper(pool_of: Any) -> None:
+def test_kernels_compile_for_hopper() -> None:
     """Fault: code that only the interpreter takes."""
     names = ["_arrived", "_distinct", "_merge", "_scale_rows", "_spread"]
-    assert pool_of(False).run(compile_for_hopper, 1, timeout=300) == [names]
+    assert dist.run_apart(compile_for_hopper, 1, TRITON_INTERPRET="0") == [names]

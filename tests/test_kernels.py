@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,16 +23,6 @@ from tests import dist
 pytest.importorskip("triton")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[dist.Pool]:
-    """A pool of processes in which Triton interprets."""
-    pool = dist.Pool()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield pool
-        pool.close()
 
 
 def call(rank: int, world: int, module: str, name: str, *args: Any) -> None:
@@ -51,39 +40,39 @@ def shape_of(seed: int, world: int) -> Any:
 
 
 def movements(rank: int, world: int, check: str, seeds: range, ranks: int) -> None:
-    """Checks of kernel_cases on random sets of ``ranks`` ranks that this one process plays."""
+    """Checks of kernel_cases on random sets of ``ranks`` ranks, which one process plays: this one its share of them."""
     from tests import kernel_cases
 
-    for seed in seeds:
+    for seed in seeds[rank::world]:
         getattr(kernel_cases, check)(kernel_cases.Case(shape_of(seed, ranks), seed, "cpu"))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_movements_equal_the_references(interpreters: dist.Pool, ranks: int) -> None:
     """Catches a row, weight or sum that differs in a bit, and a write that was not asked for."""
-    interpreters.run(movements, 1, "check_movements", range(ranks, ranks + 2), ranks, timeout=300)
+    interpreters.run(movements, 2, "check_movements", range(ranks, ranks + 2), ranks, timeout=300)
 
 
 def test_rows_are_pulled_as_they_are_put(interpreters: dist.Pool) -> None:
     """Catches a row that is pulled from another token or rank than PUT takes it from, and a read out of bounds."""
-    interpreters.run(movements, 1, "check_pull", range(5), 3, timeout=300)
+    interpreters.run(movements, 2, "check_pull", range(5), 3, timeout=300)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kernels_signal_their_chunks(interpreters: dist.Pool, ranks: int) -> None:
     """Catches a chunk that is signalled twice, never, or by a counter that the next launch does not go on from; and
     rows sent to the rank itself against its wish."""
-    interpreters.run(movements, 1, "check_chunk_signals", range(4), ranks, timeout=300)
+    interpreters.run(movements, 2, "check_chunk_signals", range(4), ranks, timeout=300)
 
 
 def test_a_rank_without_a_slot_is_left_alone(interpreters: dist.Pool) -> None:
     """Catches stores through a handle of −1 or garbage, which a GPU answers with a fault or with silent corruption."""
-    interpreters.run(movements, 1, "check_lost_handles", range(5), 2, timeout=300)
+    interpreters.run(movements, 2, "check_lost_handles", range(5), 2, timeout=300)
 
 
 def test_garbage_row_numbers_stay_inside(interpreters: dist.Pool) -> None:
     """Catches row numbers or token counts from a peer that are used unchecked."""
-    interpreters.run(movements, 1, "check_garbage_rows", range(3), 3, timeout=300)
+    interpreters.run(movements, 2, "check_garbage_rows", range(3), 3, timeout=300)
 
 
 def test_order_of_sums(interpreters: dist.Pool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -32,8 +31,9 @@ SIGNALS = ("post", "wait", "send", "receive", "set_abort")
 ROUTE_MAP = ("count", "offsets_and_record", "accept", "build")
 
 
-def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
-    """PTX of every kernel as its launcher asks for it, by its name, for bf16 rows of ``width`` columns."""
+def compile_all(rank: int, world: int) -> dict[str, list[str]]:
+    """PTX of every kernel as its launcher asks for it, by its name, for bf16 rows of ``WIDTHS[rank]``
+    columns."""
     import triton.runtime
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -53,6 +53,8 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
     from ep_plugin.kernels import sync_triton as sync
     from ep_plugin.kernels.peers import Peers
     from ep_plugin.kernels.triton_common import Launch
+
+    width = WIDTHS[rank]
 
     class Hopper:
         """A driver that knows its target and launches nothing."""
@@ -139,12 +141,10 @@ def compile_all(rank: int, world: int, width: int) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[dict[int, dict[str, list[str]]]]:
-    pool = dist.Pool()  # of its own: the driver it installs is no good for anything else
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield {width: pool.run(compile_all, 1, width, timeout=600)[0] for width in WIDTHS}
-    pool.close()
+def compiled() -> dict[int, dict[str, list[str]]]:
+    # The driver that this installs is no good for anything else.
+    found = dist.run_apart(compile_all, len(WIDTHS), timeout=600, TRITON_INTERPRET="0")
+    return dict(zip(WIDTHS, found, strict=True))
 
 
 def access_bytes(ptx: str, operation: str) -> set[int]:

@@ -5,14 +5,16 @@ the arguments of the script seam.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ep_plugin.adapters.megatron_names import by_global_name
 from ep_plugin.adapters.megatron_options import check_options, forwards_in_flight, leases_needed
 from ep_plugin.adapters.megatron_rows import Hide, HostOffsets, Padding, Reveal, routes_from_map
 from ep_plugin.adapters.megatron_script import parse, settings_of
@@ -65,12 +67,10 @@ def _routes_by_kernel(rank: int, world: int) -> None:
         routes_from_map(torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 4), 3)
 
 
-def test_the_kernel_finds_the_same_routes(monkeypatch: pytest.MonkeyPatch):
+def test_the_kernel_finds_the_same_routes():
     """Routes, weights or gradients on a GPU other than on CPU; a route too many that is dropped without a word."""
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (exit,) = dist.run_fresh(_routes_by_kernel, 1)
-    assert exit.code == 0, exit.stderr[-3000:]
+    dist.run_apart(_routes_by_kernel, 1, TRITON_INTERPRET="1")
 
 
 def test_padding_and_back():
@@ -147,6 +147,7 @@ def megatron_config(**settings: Any) -> SimpleNamespace:
         recompute_method=None,
         recompute_num_layers=None,
         fp8=None,
+        fp8_recipe="delayed",
         use_te_activation_func=False,
     )
     return SimpleNamespace(**{**defaults, **settings})
@@ -180,6 +181,11 @@ def test_leases_cover_what_backward_keeps():
         ("cuda_graph_impl='full_iteration'", dict(cuda_graph_impl="full_iteration"), EPConfig(), "megatron"),
         ("expert_fc1", dict(offload_modules=["expert_fc1"]), EPConfig(form="route"), "megatron"),
         ("fp8", dict(fp8="hybrid"), EPConfig(), "plugin"),
+        ("quant_recipe", dict(quant_recipe=object()), EPConfig(), "plugin"),
+        ("moe_single_grouped_weight", dict(moe_single_grouped_weight=True), EPConfig(), "plugin"),
+        ("expert_gtp_weight_remat_size", dict(expert_gtp_weight_remat_size=2), EPConfig(), "plugin"),
+        ("fp8_recipe='custom'", dict(fp8="e4m3", fp8_recipe="custom"), EPConfig(), "megatron"),
+        ("op_fuser", dict(use_transformer_engine_op_fuser=True), EPConfig(), "megatron"),
         ("delay_wgrad_compute", dict(delay_wgrad_compute=True), EPConfig(), "plugin"),
         ("experts='both'", {}, EPConfig(), "both"),
     ],
@@ -194,6 +200,8 @@ def test_what_can_be_honoured_is_not_refused():
     """A refusal that takes more than it must."""
     for settings in (
         dict(fp8="hybrid", delay_wgrad_compute=True),
+        *(dict(fp8="e4m3", fp8_recipe=recipe) for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")),
+        dict(fp8=None, fp8_recipe="custom", quant_recipe=object()),
         dict(cuda_graph_impl="full_iteration", moe_pad_expert_input_to_capacity=True),
         dict(cuda_graph_impl="transformer_engine", cuda_graph_scope=["attn", "moe_router"]),
     ):
@@ -232,6 +240,28 @@ def test_weights_of_all_experts_are_one_tensor_over_their_own_memory():
     experts.double()  # moves every parameter
     assert spacing(up.parameters()[0]) is None
     assert up.stacked()[0].dtype == torch.float64 and spacing(up.parameters()[0]) == 8
+
+
+def test_experts_have_the_same_names_in_modules_of_either_kind(monkeypatch: pytest.MonkeyPatch):
+    """Weights of the wrong expert where a layer of one kind is compared with, or filled from, one of the other."""
+    layer_module, block_module = ModuleType("moe_layer"), ModuleType("transformer_layer")
+    layer_module.BaseMoELayer = type("BaseMoELayer", (nn.Module,), {})
+    block_module.TransformerLayer = type("TransformerLayer", (nn.Module,), {})
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.moe_layer", layer_module)
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.transformer_layer", block_module)
+    found = []
+    for grouped in (True, False):
+        layer = layer_module.BaseMoELayer()
+        layer.layer_number, layer.local_expert_indices, layer.experts = 3, [4, 5], nn.Module()
+        if grouped:
+            layer.experts.linear_fc1 = GroupedLinear(2, 4, 2)
+        else:
+            layer.experts.local_experts = nn.ModuleList([nn.Module(), nn.Module()])
+            for expert in layer.experts.local_experts:
+                expert.linear_fc1 = nn.Linear(2, 4, bias=False)
+        names = by_global_name(layer, {name: i for i, (name, _) in enumerate(layer.named_parameters())})
+        found.append(names)
+    assert found[0] == found[1] == {f"layer.3.experts.local_experts.{4 + i}.linear_fc1.weight": i for i in range(2)}
 
 
 def test_weights_inside_somebodys_buffer_are_read_there():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -16,18 +17,17 @@ def _interpreted(rank: int, world: int) -> None:
     import warnings
 
     warnings.simplefilter("ignore")  # numpy's, on NaN and Inf
-    mxfp8_cases.check_all("cpu", thorough=False)
+    mxfp8_cases.check_all("cpu", thorough=False, share=(rank, world))
 
 
 @pytest.mark.slow
-def test_kernels_equal_their_references_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_equal_their_references_bit_for_bit() -> None:
     """A wrong rounding, scale, column, row bound, address or sum order in any kernel."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (exit,) = dist.run_fresh(_interpreted, 1, timeout=900)
-    assert exit.code == 0, exit.stderr[-3000:]
+    dist.run_apart(_interpreted, 2, timeout=900, TRITON_INTERPRET="1")
 
 
-def _compiled(rank: int, world: int) -> None:
+def _compiled(rank: int, world: int) -> set[str]:
+    """Compile this process's share of all variants, look at them, and name their kernels."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -57,13 +57,13 @@ def _compiled(rank: int, world: int) -> None:
     from tests import mxfp8_compile
 
     for width, routes, dtype in ((4096, 8, torch.bfloat16), (96, 3, torch.float32)):
-        for name, launch in mxfp8_compile.variants((width,), routes=routes, dtype=dtype, wide=width > 96):
+        variants = mxfp8_compile.variants((width,), routes=routes, dtype=dtype, wide=width > 96)
+        for name, launch in itertools.islice(variants, rank, None, world):
             try:
                 launch()
             except RuntimeError as error:
                 raise AssertionError(f"{name}, {routes} routes, {dtype} does not compile") from error
 
-    assert len({name for name, _ in compiled}) == 14, sorted({name for name, _ in compiled})
     for name, ptx in compiled:
         # Triton 3.5's exact division flushes; SwiGLU divides one by numbers from one to 2^125.
         flushed = [op for op in re.findall(r"\S*\.ftz\S*", ptx) if op != "div.rn.ftz.f32"]
@@ -77,11 +77,11 @@ def _compiled(rank: int, world: int) -> None:
             continue
         narrow = re.findall(r"\bld\.global\.\S*b16\S*|\bst\.global\.\S*b16\S*", ptx)
         assert not narrow, f"{name}: accesses of 2 bytes: {narrow[:2]}"
+    return {name for name, _ in compiled}
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compile_for_hopper() -> None:
     """Code that only the interpreter takes; flushed subnormals, fused sums or narrow accesses that no CPU shows."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    (exit,) = dist.run_fresh(_compiled, 1, timeout=900)
-    assert exit.code == 0, exit.stderr[-3000:]
+    names = set().union(*dist.run_apart(_compiled, 2, timeout=900, TRITON_INTERPRET="0"))
+    assert len(names) == 14, sorted(names)

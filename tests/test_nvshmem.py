@@ -6,7 +6,6 @@ What NVSHMEM itself does with a transfer, and that no peer pointer is used, only
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,16 +17,6 @@ from tests import dist
 from tests.test_kernels import shape_of
 
 pytest.importorskip("triton")
-
-
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[dist.Pool]:
-    """A pool of processes in which Triton interprets."""
-    pool = dist.Pool()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield pool
-        pool.close()
 
 
 def use_library(moves: Any) -> None:

@@ -7,7 +7,6 @@ and with which types. ``EP_PLUGIN_NVSHMEM_BITCODE`` names a libnvshmem_device.bc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -116,17 +115,15 @@ def compile_all(rank: int, world: int, library: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[bool, dict[str, list[str]]]]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, dict[str, list[str]]]:
     """Whether the library is NVSHMEM's own, and the PTX."""
     library = os.environ.get("EP_PLUGIN_NVSHMEM_BITCODE", "")
     if not library:
         path = tmp_path_factory.mktemp("library") / "stand_in.ll"
         path.write_text(stand_in())
-    pool = dist.Pool()  # of its own: the driver it installs is no good for anything else
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield bool(library), pool.run(compile_all, 1, str(Path(library or path).absolute()), timeout=600)[0]
-    pool.close()
+    # The driver that this installs is no good for anything else.
+    file = str(Path(library or path).absolute())
+    return bool(library), dist.run_apart(compile_all, 1, file, timeout=600, TRITON_INTERPRET="0")[0]
 
 
 @pytest.mark.slow
