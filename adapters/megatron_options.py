@@ -8,6 +8,8 @@ from typing import Any
 from ..config import EPConfig, one_of
 
 EXPERTS = ("megatron", "plugin")
+# Their products take rows padded per expert to 16 (mxfp8: 32), which TEGroupedMLP or the dispatcher does.
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 _OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")  # of communication with other work
 
 
@@ -44,6 +46,8 @@ def check_options(config: Any, ep: EPConfig, experts: str, *, ep_size: int, etp_
         )
     if ep.precision == "mxfp8":
         _check_mxfp8(config, experts)
+    if experts == "megatron":
+        _check_their_quantisation(config)
     _check_graphs(config, experts)
     offloaded = getattr(config, "offload_modules", None) or ()
     if ep.dispatcher == "rowwise" and ep.form == "route" and "expert_fc1" in offloaded:
@@ -78,6 +82,20 @@ def _check_mxfp8(config: Any, experts: str) -> None:
             raise ValueError(f"{name}={width}: precision='mxfp8' quantises blocks of 32 values; use a multiple of 32")
 
 
+def _check_their_quantisation(config: Any) -> None:
+    recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe) if config.fp8 else None
+    if recipe is not None and recipe not in FP8_RECIPES:
+        raise ValueError(
+            f"fp8_recipe={recipe!r}: how many rows per expert its products take is not known; use one of"
+            f" {', '.join(FP8_RECIPES)}"
+        )
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        raise ValueError(
+            "use_transformer_engine_op_fuser computes the experts from row counts on the device, in groups of 256 rows,"
+            " for Megatron's own backends: turn it off"
+        )
+
+
 def _check_graphs(config: Any, experts: str) -> None:
     impl = getattr(config, "cuda_graph_impl", "none")
     if impl == "none":
@@ -109,6 +127,10 @@ def _check_plugin_experts(config: Any, etp_size: int) -> None:
             config, "overlap_dispatch_backward_with_experts_wgrad", False
         ),
         "use_te_activation_func": config.use_te_activation_func,
+        "quant_recipe": getattr(config, "quant_recipe", None) is not None,
+        "moe_single_grouped_weight": getattr(config, "moe_single_grouped_weight", False),
+        "moe_single_grouped_bias": getattr(config, "moe_single_grouped_bias", False),
+        "expert_gtp_weight_remat_size": getattr(config, "expert_gtp_weight_remat_size", 1) > 1,
         "moe_mlp_glu_interleave_size": getattr(config, "moe_mlp_glu_interleave_size", None) is not None,
         "fine_grained_activation_offloading": getattr(config, "fine_grained_activation_offloading", False),
         "activation_func_fp8_input_store": getattr(config, "activation_func_fp8_input_store", False),
