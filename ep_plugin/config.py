@@ -25,7 +25,7 @@ SPARED = ("first", "all")
 PRECISIONS = ("bf16", "mxfp8")
 ROUNDINGS = ("rceil", "floor")
 FORMATS = ("mxfp8", "bf16")
-GEMMS = ("auto", "cpu_ref", "sm90_bf16", "sm90_fp8row", "sm100_mx")
+GEMMS = ("auto", "cpu_ref", "sm90_bf16", "sm90_fp8row", "sm100_mx", "sm100_te")
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

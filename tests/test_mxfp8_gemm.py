@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
 from itertools import pairwise
 
@@ -13,8 +14,18 @@ from torch import Tensor
 
 from ep_plugin.config import LegsConfig, MXFP8Config
 from ep_plugin.mxfp8 import codec
+from ep_plugin.mxfp8 import gemm as gemm_module
 from ep_plugin.mxfp8.codec import Operand, as_form
-from ep_plugin.mxfp8.gemm import CpuReference, ExpertGemm, RowGroups, Sm90Bf16, Sm90Fp8Row, Sm100Mx, choose_gemm
+from ep_plugin.mxfp8.gemm import (
+    CpuReference,
+    ExpertGemm,
+    RowGroups,
+    Sm90Bf16,
+    Sm90Fp8Row,
+    Sm100Mx,
+    Sm100TE,
+    choose_gemm,
+)
 from ep_plugin.mxfp8.weights import WeightCache
 
 EXPERTS, INNER, OUTER = 3, 160, 96
@@ -94,13 +105,42 @@ class AnywhereMx(Sm100Mx):
         return None
 
 
+class AnywhereTE(Sm100TE):
+    """TransformerEngine's GEMM without its gate, for a fake product."""
+
+    @staticmethod
+    def refusal(device: torch.device) -> str | None:
+        return None
+
+
+class FakeTE:
+    """What TransformerEngine asks for of each expert's operands, on CPU."""
+
+    @staticmethod
+    def mxfp8(data: Tensor, tiles: Tensor) -> Tensor:
+        assert data.dtype == torch.float8_e4m3fn and data.is_contiguous() and tiles.is_contiguous()
+        rows, inner = data.shape
+        assert tiles.shape == (-(-rows // 128) * 128, -(-inner // 32 // 4) * 4)
+        scales = unswizzled(tiles.view(torch.uint8), rows, inner // 32)
+        return data.double() * torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
+
+    @staticmethod
+    def grouped_gemm(weights: list[Tensor], rows: list[Tensor], out: Tensor, sizes: list[int]) -> None:
+        assert [len(r) for r in rows] == sizes and all(size % 32 == 0 for size in sizes)
+        torch.cat(
+            [r @ w.t() for r, w in zip(rows, weights, strict=True)], out=(whole := torch.empty_like(out).double())
+        )
+        out.copy_(whole)
+
+
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_grouped_mm", fake_rowwise_gemm)
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", fake_block_gemm)
+    monkeypatch.setattr(gemm_module, "transformer_engine", FakeTE)
 
 
-BACKENDS = [CpuReference, Sm90Bf16, Sm90Fp8Row, AnywhereMx]
+BACKENDS = [CpuReference, Sm90Bf16, Sm90Fp8Row, AnywhereMx, AnywhereTE]
 
 
 def problem(contract: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +254,14 @@ def test_gates_by_compute_capability(capability: tuple[int, int], monkeypatch: p
     """Fault: the native GEMM is called on Hopper, where it destroys the CUDA context."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device, allowed = torch.device("cuda", 0), CAPABILITIES[capability]
-    for name in ("cpu_ref", "sm90_bf16", "sm90_fp8row", "sm100_mx"):
+    if (10, 0) <= capability < (11, 0):
+        gemm_module.transformer_engine.cache_clear()
+        monkeypatch.setitem(sys.modules, "transformer_engine", None)
+        with pytest.raises(ValueError, match="sm100_te: it needs TransformerEngine, whose import failed"):
+            choose_gemm(MXFP8Config(gemm="sm100_te"), device)
+        monkeypatch.setattr(gemm_module, "transformer_engine", FakeTE)
+        allowed += ("sm100_te",)
+    for name in ("cpu_ref", "sm90_bf16", "sm90_fp8row", "sm100_mx", "sm100_te"):
         if name in allowed:
             assert choose_gemm(MXFP8Config(gemm=name), device).name == name
         else:
@@ -229,12 +276,13 @@ def test_gates_on_cpu() -> None:
     """Fault: a setting for GPUs is taken on CPU and fails in the first product."""
     cpu = torch.device("cpu")
     assert choose_gemm(MXFP8Config(), cpu).name == "cpu_ref"
-    for name in ("sm90_bf16", "sm90_fp8row", "sm100_mx"):
+    for name in ("sm90_bf16", "sm90_fp8row", "sm100_mx", "sm100_te"):
         with pytest.raises(ValueError, match=f"{name}.*CUDA"):
             choose_gemm(MXFP8Config(gemm=name), cpu)
     rows = Operand("records", codec.quantize(problem(2)[0]))
-    with pytest.raises(RuntimeError, match="sm100_mx"):
-        Sm100Mx().product(rows, problem(2)[1], RowGroups(OFFSETS, ROWS, torch.bfloat16), 2)
+    for native in (Sm100Mx, Sm100TE):
+        with pytest.raises(RuntimeError, match=native.name):
+            native().product(rows, problem(2)[1], RowGroups(OFFSETS, ROWS, torch.bfloat16), 2)
 
 
 def test_fast_accumulation_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:

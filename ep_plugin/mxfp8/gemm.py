@@ -4,6 +4,7 @@
     sm90_bf16    rows decoded to bfloat16, weights as they are, torch's grouped GEMM. The default on Hopper.
     sm90_fp8row  Hopper: both operands with one power of two per row, torch's rowwise FP8 grouped GEMM.
     sm100_mx     Blackwell: both operands in blocks of 32, torch's block-scaled grouped GEMM.
+    sm100_te     the same operands, TransformerEngine's products of an expert each; the host waits for the row counts.
 
 Weight gradients are bfloat16 products everywhere (in the rows' dtype), of decoded rows. The product with a row's width
 contracts the weight's inputs, the one in backward its outputs; each has quantised weights of its own, because blocks
@@ -15,6 +16,7 @@ rows offsets[e] … offsets[e + 1] − 1; rows past offsets[-1] are not read, an
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -215,7 +217,92 @@ class Sm100Mx(ExpertGemm):
         return data.contiguous().unflatten(0, by_row.shape[:2]), tiles.reshape(experts, -1).view(torch.float8_e8m0fnu)
 
 
-_BACKENDS: dict[str, Any] = {cls.name: cls for cls in (CpuReference, Sm90Bf16, Sm90Fp8Row, Sm100Mx)}
+class Sm100TE(Sm100Mx):
+    """``sm100_te``. Its packing is tested; the product itself has not run, for want of such a GPU."""
+
+    name = "sm100_te"
+
+    @staticmethod
+    def refusal(device: torch.device) -> str | None:
+        missing = Sm100Mx.refusal(device)
+        if missing is None:
+            try:
+                transformer_engine()
+            except Exception as error:  # half an installation fails in many ways
+                missing = f"it needs TransformerEngine, whose import failed: {type(error).__name__}: {error}"
+        return missing
+
+    def product(self, rows: Operand, weight: Tensor, layout: RowGroups, contract: int) -> Tensor:
+        refusal = self.refusal(weight.device)
+        if refusal is not None:
+            raise RuntimeError(f"gemm={self.name!r} cannot run here: {refusal}")
+        te = transformer_engine()
+        weights = self.weights.get(weight, ("te", contract), lambda w: self.pack_weight(w, contract))
+        out = torch.empty((rows.data.shape[0], weights[0].shape[1]), dtype=layout.dtype, device=rows.data.device)
+        place, sizes, data, scales = self.pack_groups(rows.data, layout.offsets)
+        if not place.numel():
+            return out
+        padded = torch.empty((len(data), out.shape[1]), dtype=torch.bfloat16, device=out.device)
+        te.grouped_gemm(
+            [te.mxfp8(matrix, tiles.view(-1, scales.shape[1])) for matrix, tiles in zip(*weights, strict=True)],
+            [te.mxfp8(part, tiles) for part, tiles in zip(data.split(sizes), scales.split(sizes), strict=True)],
+            padded,
+            sizes,
+        )
+        out[: len(place)] = padded[place].to(layout.dtype)
+        return out
+
+    def pack_groups(self, records: Tensor, offsets: Tensor) -> tuple[Tensor, list[int], Tensor, Tensor]:
+        """Records [R, K + K/32] with every group padded by zero rows to whole tiles of 128: the place int64 [valid R]
+        of each row, the padded group sizes, E4M3 [sum(sizes), K] and the scales' tiles (float8_e8m0fnu)."""
+        counts = offsets.diff().cpu()
+        sizes = (counts + 127) // 128 * 128
+        shift = torch.repeat_interleave(sizes.cumsum(0) - sizes - (counts.cumsum(0) - counts), counts)
+        place = (torch.arange(len(shift)) + shift).to(records.device)
+        data, scales = split_records(records[: len(shift)])
+        padded = torch.zeros((int(sizes.sum()), data.shape[1]), dtype=torch.uint8, device=records.device)
+        padded[place] = data.view(torch.uint8)
+        tiles = swizzle_scales(scales, offsets)[: len(padded)]
+        return place, sizes.tolist(), padded.view(torch.float8_e4m3fn), tiles.view(torch.float8_e8m0fnu)
+
+
+class TransformerEngine:
+    """What of TransformerEngine multiplies MXFP8 operands whose scales lie in tiles already."""
+
+    def __init__(self) -> None:
+        import transformer_engine.pytorch  # noqa: F401  loads the library of the next two
+        import transformer_engine_torch
+        from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+        from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
+
+        self._gemm, self._storage = general_grouped_gemm, MXFP8TensorStorage
+        self._e4m3 = transformer_engine_torch.DType.kFloat8E4M3
+
+    def mxfp8(self, data: Tensor, tiles: Tensor) -> Any:
+        """E4M3 [rows, K] and the tiles of its scales [rows padded to 128, K/32 padded to 4] as one operand."""
+        return self._storage(
+            data.view(torch.uint8),
+            tiles.view(torch.uint8),
+            None,
+            None,
+            self._e4m3,
+            None,
+            True,  # in tiles
+            fake_dtype=torch.bfloat16,
+        )
+
+    def grouped_gemm(self, weights: list[Any], rows: list[Any], out: Tensor, sizes: list[int]) -> None:
+        """``out`` [sum(sizes), N] = the rows of each group times their weight [N, K] transposed."""
+        self._gemm(weights, rows, [out], [None] * len(rows), out.dtype, m_splits=sizes, single_output=True)
+
+
+@functools.cache
+def transformer_engine() -> TransformerEngine:
+    """Imported once; whatever a broken installation raises."""
+    return TransformerEngine()
+
+
+_BACKENDS: dict[str, Any] = {cls.name: cls for cls in (CpuReference, Sm90Bf16, Sm90Fp8Row, Sm100Mx, Sm100TE)}
 
 
 def _capability_refusal(device: torch.device, takes: Any, wanted: str) -> str | None:
