@@ -25,6 +25,7 @@ from ep_plugin.config import EPConfig
 from ep_plugin.dispatch import RouteOverflow
 from ep_plugin.topology import ProcessGroups, layout
 from tests.hf_models import TOP_K, Step, build, reference_step, tokens
+from tests.launched import reset_accelerate
 from tests.test_huggingface import difference, own
 
 DEDUP = EPConfig(timeout_s=60)
@@ -61,12 +62,9 @@ class Case:
 
 def as_torchrun(rank: int, world: int) -> None:
     """What accelerate reads, and no state of an earlier test in this process."""
-    from accelerate.state import AcceleratorState, GradientState
-
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", ACCELERATE_USE_CPU="true")
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
+    reset_accelerate()
 
 
 def seen_batches(model: nn.Module) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from ep_plugin.train.report import sparkline, summary, table
 from ep_plugin.train.routes import expert_load, flipped_routes
 from ep_plugin.train.settings import CheckConfig, DataConfig, TrainerConfig
 from ep_plugin.train.text import Corpus, batch, corpus_files, read_corpus, unigram_entropy
+from tests import launched
 
 TINY = [
     "model.hidden_size=32",
@@ -221,15 +222,13 @@ def test_a_bad_setting_ends_all_processes_with_one_line(tmp_path, override, expe
 
 
 @pytest.mark.slow
-def test_training_resumes_where_it_stopped(tmp_path):
+def test_training_resumes_where_it_stopped(pool, tmp_path):
     """Catches optimizer state, experts or batches that a checkpoint loses or gives to another rank, or that only the
     degrees can read that wrote them."""
     common = [*TINY, "trainer.batch_size=4", "trainer.steps=6"]
-    code, out, err = launch(2, tmp_path / "whole", *common, "topology.ep=2", "trainer.checkpoint_every=3")
-    assert code == 0, err
+    launched.launch(pool, 2, f"hydra.run.dir={tmp_path}/whole", *common, "topology.ep=2", "trainer.checkpoint_every=3")
     checkpoint = tmp_path / "whole" / "checkpoints" / "train_tiny" / "step_000003"
-    code, _, err = launch(2, tmp_path / "rest", *common, "topology.ep=1", f"trainer.resume={checkpoint}")
-    assert code == 0, err
+    launched.launch(pool, 2, f"hydra.run.dir={tmp_path}/rest", *common, "topology.ep=1", f"trainer.resume={checkpoint}")
 
     whole, rest = losses(tmp_path / "whole"), losses(tmp_path / "rest")
     assert list(whole) == [1, 2, 3, 4, 5, 6] and list(rest) == [4, 5, 6]
@@ -250,24 +249,21 @@ def test_training_resumes_where_it_stopped(tmp_path):
 
 
 @pytest.mark.slow
-def test_transformers_trainer(tmp_path):
+def test_transformers_trainer(pool, tmp_path):
     """Catches a run of trainer=hf that its checkpoint does not carry on with other degrees, and weights of another
     model than the one described."""
     small = [*TINY, "trainer.batch_size=4", "trainer.steps=4"]
     hf = [*small, "trainer=hf", "trainer.hf.microbatches=2"]
-    code, out, err = launch(2, tmp_path / "hf", *hf, "topology.ep=2", "trainer.checkpoint_every=2")
-    assert code == 0, err
+    launched.launch(pool, 2, f"hydra.run.dir={tmp_path}/hf", *hf, "topology.ep=2", "trainer.checkpoint_every=2")
     checkpoint = tmp_path / "hf" / "checkpoints" / "train_tiny" / "checkpoint-2"
     sharded = ["topology.ep=1", "trainer.hf.shard_optimizer=true"]
-    code, out, err = launch(2, tmp_path / "rest", *hf, *sharded, f"trainer.resume={checkpoint}")
-    assert code == 0, err
+    launched.launch(pool, 2, f"hydra.run.dir={tmp_path}/rest", *hf, *sharded, f"trainer.resume={checkpoint}")
     whole, rest = losses(tmp_path / "hf"), losses(tmp_path / "rest")
     assert list(whole) == [1, 2, 3, 4] and list(rest) == [3, 4]
     assert all(rest[step] == pytest.approx(whole[step], abs=1e-4) for step in rest)
 
     weights = [*hf, "topology.ep=2", f"trainer.hf.weights={checkpoint}", "trainer.steps=1", "seed=1"]
-    code, out, err = launch(2, tmp_path / "again", *weights)
-    assert code == 0, err
+    launched.launch(pool, 2, f"hydra.run.dir={tmp_path}/again", *weights)
     with pytest.raises(ValueError, match=r"has num_layers=2, but model\.num_layers=3"):
         check_weights(config_of(*small, "model.num_layers=3").model, str(checkpoint))
 

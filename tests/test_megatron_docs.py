@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shutil
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ep_plugin.launch import main
 from tests import megatron_models as mm
 
 pytestmark = mm.marks
@@ -19,7 +22,13 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) 
 
 
 def output(command: str, folder: Path) -> str:
-    """What ``command`` prints when it runs in ``folder``, where train.py is a training script."""
+    """What ``command`` prints when it runs in ``folder``, where train.py is a training script. Here, if it only shows
+    settings; else in processes of its own."""
+    if command.startswith("ep-plugin") and "dry_run=true" in command:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+            patch.chdir(folder)
+            main(command.split()[1:])
+        return printed.getvalue()
     shutil.copy(mm.ROOT / "tests" / "megatron_training_script.py", folder / "train.py")
     programs = {"torchrun": "torch.distributed.run", "ep-plugin": "ep_plugin.launch"}
     program, *arguments = command.split()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 
 from tests import megatron_models as mm
+from tests.launched import free_port, run_as_torchrun
 
 pytestmark = mm.marks
+run = mm.run
 SCRIPT = str(mm.ROOT / "tests" / "megatron_training_script.py")
 
 
@@ -22,26 +27,32 @@ def start(arguments: list[str], folder: str | None) -> subprocess.CompletedProce
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def lines(run: subprocess.CompletedProcess) -> dict[str, str]:
-    assert run.returncode == 0, run.stderr[-3000:]
-    return dict(line.split(maxsplit=1) for line in run.stdout.splitlines() if " " in line)
+def lines(printed: str) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in printed.splitlines() if " " in line)
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, str]:
-    """What the script prints by itself, with Megatron's alltoall; both versions print the same."""
-    return lines(start([SCRIPT], None))
+def by_itself() -> str:
+    """What the script prints with Megatron's alltoall."""
+    sys.argv = [SCRIPT]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return printed.getvalue()
 
 
-def test_an_unmodified_script_takes_our_backends(plain: dict[str, str]) -> None:
+@pytest.mark.parametrize("run", ["installed"], indirect=True)
+def test_an_unmodified_script_takes_our_backends(run: mm.Run) -> None:
     """A flag that Megatron refuses, a backend that it silently replaces by another, losses that differ.
 
-    On the newest version at hand; ``test_megatron_docs.py`` starts the installed one.
+    On the newest version at hand; ``test_megatron_docs.py`` starts the installed one. Both print the same by
+    themselves.
     """
+    plain = lines(run(run_as_torchrun, 2, free_port(), by_itself)[0])
     latest = mm.latest_wheel()
     arguments = ["-m", "ep_plugin.adapters.megatron", "--ep", "experts=plugin", "--ep", "max_tokens=64", SCRIPT]
     flags = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "rowwise_route"]
-    ours = lines(start(arguments + flags, None if latest is None else str(latest)))
+    done = start(arguments + flags, None if latest is None else str(latest))
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours = lines(done.stdout)
     assert plain["dispatcher"] == "MoEAlltoAllTokenDispatcher"
     assert ours["dispatcher"] == "PluginTokenDispatcher" and ours["experts"] == "PluginExperts"
     assert ours["losses"] == plain["losses"]
