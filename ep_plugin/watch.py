@@ -12,12 +12,14 @@ The store is asked by a thread of its own, because the process that serves it ma
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import pickle
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -38,6 +40,7 @@ GRACE_S = 2.0  # what the others get to say where they are before those that hav
 STORE_S = 2.0  # how long an answer of the store is waited for
 GONE, CLOSED = "no longer running", "which has closed its dispatcher"
 LATER_S = 2.0  # by how much the process group's own time-out comes after ours
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def rank_names(group: dist.ProcessGroup | None) -> list[str]:
@@ -256,8 +259,7 @@ class GroupWatch:
     def _look_around(self) -> None:
         """Have a thread ask the store, unless the one before still does."""
         if self._look is None or not self._look.is_alive():
-            self._look = threading.Thread(target=self._ask, daemon=True)
-            self._look.start()
+            self._look = _start(self._ask)
 
     def _ask(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -369,9 +371,24 @@ def _reached(event: torch.cuda.Event, seconds: float) -> bool:
 
 def _within(seconds: float, call: Callable[[], None]) -> None:
     """Run ``call`` in a thread and go on after ``seconds`` at the latest."""
+    _start(call).join(seconds)
+
+
+def _start(call: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=call, daemon=True)
+    _started.add(thread)
     thread.start()
-    thread.join(seconds)
+    return thread
+
+
+@atexit.register
+def _finish() -> None:
+    """Let the threads come back from the store: one that does so when the interpreter has begun to end is ended by
+    Python inside C++ that must not be left, which aborts the process ("terminate called without an active
+    exception")."""
+    end = time.monotonic() + STORE_S
+    for thread in list(_started):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _what(error: BaseException) -> str:

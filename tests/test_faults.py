@@ -222,6 +222,34 @@ def test_a_process_that_timed_out_also_exits():
         assert re.search(rf"in plan of layers\.0.* for rank {BAD} \(pid \d+, stopped by a signal\)", exits[rank].stderr)
 
 
+class SlowStore:
+    """A store whose answers take a moment, most of it in C++."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def check(self, keys: list[str]) -> bool:
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end:
+            self.store.check(["never"] * 50)
+        return False
+
+
+def leave_while_asking(rank: int, world: int) -> None:
+    watch = GroupWatch(None, LONG)
+    dist.barrier()
+    watch._store = SlowStore(watch._store)
+    watch._look_around()
+    raise SystemExit(3)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_while_it_asks_the_store_is_not_aborted():
+    """Fault: a thread comes back from the store when the interpreter has begun to end: "terminate called without an
+    active exception"."""
+    assert [exit.code for exit in run_fresh(leave_while_asking, 3)] == [3, 3, 3]
+
+
 def orphans() -> set[str]:
     """Python processes whose parent is init and that hold memory of ours."""
     found = set()

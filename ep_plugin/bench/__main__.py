@@ -34,11 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     result = runner.run(args)
     if args.json is not None and result is not None:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-    # The work is done and the groups are gone: leave without exit handlers. Once a process was aborted here or shortly
-    # before ("terminate called without an active exception", a C++ thread that nobody joined); why was not found.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    return 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
