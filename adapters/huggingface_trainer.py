@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..train.overflow import RERUNS, Overflows
+from ..train.overflow import RERUNS, Overflows, still_too_small
 from .huggingface import PatchedModel
 from .huggingface_optimizer import shard_optimizer
 
@@ -151,14 +151,11 @@ class ExpertParallelMixin:
             loss = super().compute_loss(model, dict(inputs), *args, **kwargs)  # type: ignore[misc]
             overflows = Overflows(self.handle.dispatchers)
             overflow = overflows.found()
-            if not overflow:
+            if overflow is None:
                 return loss
             del loss  # and with it what still leases a buffer
             overflows.regrow(overflow)
-        raise RuntimeError(
-            f"a forward overflowed its expert ranks' buffers {1 + RERUNS} times, although they grew each time to what"
-            " was needed: raise capacity.factor"
-        )
+        raise still_too_small("a forward")
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.handle.clip_grad_norm_(self.args.max_grad_norm)

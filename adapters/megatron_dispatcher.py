@@ -13,7 +13,7 @@ import atexit
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,10 @@ class SharedDispatchers:
             return torch.zeros((), dtype=torch.float64)
         asked, accepted = (torch.stack([pair[i].sum() for pair in counts]).sum().double() for i in (0, 1))
         return (1 - accepted / asked.clamp(min=1)).clamp(min=0)
+
+    def __iter__(self) -> Iterator[Dispatcher[Any]]:
+        """The dispatchers that were built."""
+        return iter(self._built.values())
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters of every dispatcher that was built: bytes sent, slots in use and at peak."""

@@ -270,8 +270,8 @@ RESUMED = {  # overrides of the run that goes on
 }
 
 
-def resumed(rank: int, world: int, folder: str) -> dict[str, list[float]]:
-    """Losses of the last two of four steps: of a run in one go at EP2, and of runs that go on after two of them."""
+def losses_of(rank: int, world: int, folder: str, name: str, *overrides: str) -> list[float]:
+    """Losses of a run of ``trainer=megatron`` on this rank, of four steps unless told otherwise."""
     from ep_plugin.train.checks import check_settings
     from ep_plugin.train.compose import compose_launch
     from ep_plugin.train.loop import Place
@@ -280,18 +280,20 @@ def resumed(rank: int, world: int, folder: str) -> dict[str, list[float]]:
 
     multiprocessing.current_process()._config["daemon"] = False
     small = ["steps=4", "checkpoint_every=2", "batch_size=4", "seq_len=16", "warmup=0", "log_every=100"]
+    settings = ["experiment=megatron_tiny", "data.max_bytes=20000", *[f"trainer.{s}" for s in small], *overrides]
+    config = compose_launch(settings).config
+    layout = check_settings(config, world)
+    place = Place(rank, torch.device("cpu"), Path(folder), None)
+    return train_megatron(config, name, layout, read_corpus(config.data), place, keep_routes=False).losses
 
-    def losses(name: str, *overrides: str) -> list[float]:
-        settings = ["experiment=megatron_tiny", "data.max_bytes=20000", *[f"trainer.{s}" for s in small], *overrides]
-        config = compose_launch(settings).config
-        layout = check_settings(config, world)
-        place = Place(rank, torch.device("cpu"), Path(folder), None)
-        return train_megatron(config, name, layout, read_corpus(config.data), place, keep_routes=False).losses
 
-    found = {"in one go": losses("whole", "topology.ep=2")[2:]}
+def resumed(rank: int, world: int, folder: str) -> dict[str, list[float]]:
+    """Losses of the last two of four steps: of a run in one go at EP2, and of runs that go on after two of them."""
+    found = {"in one go": losses_of(rank, world, folder, "whole", "topology.ep=2")[2:]}
+    at = f"{folder}/checkpoints/whole/step_000002"
     for name, overrides in RESUMED.items():
-        at = f"{folder}/checkpoints/whole/step_000002"
-        found[name] = losses("more", "trainer.checkpoint=false", f"trainer.resume={at}", *overrides)
+        again = ("trainer.checkpoint=false", f"trainer.resume={at}", *overrides)
+        found[name] = losses_of(rank, world, folder, "more", *again)
     return found
 
 
@@ -302,3 +304,50 @@ def test_training_goes_on_from_a_checkpoint_at_other_degrees(run: mm.Run, tmp_pa
         assert len(whole) == 2 and whole[0] != whole[1]
         for name, losses in found.items():
             assert losses == pytest.approx(whole, rel=1e-4), (name, losses, whole)
+
+
+ROWS = 77
+
+
+def overflowing(rank: int, world: int, folder: str, overflows: tuple[int, ...]) -> dict[str, Any]:
+    """Losses of two stages of which the checks numbered ``overflows`` find an overflow in the first."""
+    from ep_plugin.dispatch import RouteOverflow
+    from ep_plugin.dispatch.rowwise import RowwiseDispatcher
+
+    seen: dict[str, Any] = {"checks": 0, "grown": [], "held": []}
+
+    def check(self: Any) -> None:
+        seen["checks"] += 1
+        if seen["checks"] - 1 in overflows and rank < 2:
+            raise RouteOverflow("planted", ROWS)
+
+    def regrow(self: Any, rows: int) -> None:
+        seen["grown"].append(rows)
+        seen["held"].append(self.stats()["slots_in_use"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowwiseDispatcher, "can_overflow", True)
+        patch.setattr(RowwiseDispatcher, "check", check)
+        patch.setattr(RowwiseDispatcher, "regrow", regrow)
+        # The optimizer's own look comes once per step, between the trainer's.
+        patch.setattr("ep_plugin.adapters.megatron_dispatcher.SharedDispatchers.check", lambda self: None)
+        settings = ("topology.ep=2", "topology.pp=2", "trainer.steps=2", "trainer.checkpoint=false")
+        losses = losses_of(rank, world, folder, "overflow", *settings, *BALANCED)
+    return {"losses": losses, **seen}
+
+
+# A router whose biases follow what it has counted: a step that is discarded must leave nothing behind there.
+BALANCED = [
+    f"+model.extra.{setting}" for setting in ("moe_router_enable_expert_bias=true", "moe_router_score_function=sigmoid")
+]
+
+
+def test_a_step_that_overflowed_is_run_again_on_all_stages(run: mm.Run, tmp_path: Any) -> None:
+    """An update from a step whose rows were skipped, a stage that goes on by itself (it would hang), buffers replaced
+    under tensors that still live in them, biases of routers moved twice."""
+    plain = run(overflowing, 4, str(tmp_path), ())
+    mended = run(overflowing, 4, str(tmp_path), (0, 2))
+    for rank, (before, after) in enumerate(zip(plain, mended, strict=True)):
+        assert before["checks"] == 2 and after["checks"] == 4
+        assert after["losses"] == before["losses"]
+        assert after["grown"] == ([ROWS, ROWS] if rank < 2 else []) and not any(after["held"])

@@ -56,11 +56,12 @@ def test_a_step_that_overflowed_is_run_again_on_all_ranks(pool: Any, tmp_path: P
     would hang), buffers that are replaced under tensors that still live in them, and tokens that are left out."""
     plain = pool.run(losses, 4, str(tmp_path), (), timeout=120)
     mended = pool.run(losses, 4, str(tmp_path), (1, 2), timeout=120)
-    for before, after in zip(plain, mended, strict=True):
+    for rank, (before, after) in enumerate(zip(plain, mended, strict=True)):
         assert before["grown"] == [] and before["checks"] == 3
         assert after["losses"] == before["losses"]
         assert after["checks"] == 5  # the second step ran three times
-        assert after["grown"] == [ROWS, ROWS] and after["held"] == [0, 0]
+        assert after["grown"] == ([ROWS, ROWS] if rank < 2 else [])  # the other EP group had room
+        assert not any(after["held"])
 
 
 @pytest.mark.slow

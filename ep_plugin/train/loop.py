@@ -15,7 +15,7 @@ from ..metrics import MetricsLog, StepMetrics
 from ..topology import Layout
 from . import checkpoint
 from .model import build_model
-from .overflow import RERUNS
+from .overflow import RERUNS, still_too_small
 from .parallel import Replicated, parallelize
 from .routes import RouteRecorder, expert_load
 from .settings import RunConfig, TrainerConfig
@@ -189,15 +189,12 @@ def _gradients(
         routes = recorder.take()
         output.loss.backward()
         overflow = parallel.overflows.found()
-        if not overflow:
+        if overflow is None:
             return output, routes
         output = None  # and with it what still leases a buffer
         optimizer.zero_grad()
         parallel.overflows.regrow(overflow)
-    raise RuntimeError(
-        f"step {step + 1} overflowed its expert ranks' buffers {1 + RERUNS} times, although they grew each time to what"
-        " was needed: raise ep.capacity.factor"
-    )
+    raise still_too_small(f"step {step + 1}")
 
 
 def report(curve: Curve, settings: TrainerConfig, place: Place) -> None:

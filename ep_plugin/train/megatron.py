@@ -19,6 +19,7 @@ from ..metrics import StepMetrics
 from ..topology import Layout
 from . import checkpoint, megatron_checkpoint
 from .loop import Curve, Place, learning_rate, report
+from .overflow import RERUNS, Overflows, still_too_small
 from .settings import MegatronConfig, RunConfig
 from .text import Corpus, batch
 
@@ -126,7 +127,6 @@ class _Trainer:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
-            finalize_model_grads,
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
@@ -135,7 +135,8 @@ class _Trainer:
 
         self.config, self.layout, self.place, own = config, layout, place, _own(config)
         self.megatron = transformer_config(config, layout)
-        self.megatron.finalize_model_grads_func = finalize_model_grads
+        self.megatron.finalize_model_grads_func = self._finalize
+        self.overflow: list[int] | None = None  # of the last forward and backward
         _seed(config.seed, place.device)
         chunks = [chunk.to(place.device) for chunk in self._chunks()]
         self.handle = use_dispatcher(chunks, config.ep, experts=own.experts) if config.patch_experts else None
@@ -223,32 +224,18 @@ class _Trainer:
     def _step(self, tokens: Tensor, step: int) -> Tensor:
         """One optimizer step on this rank's ``tokens`` [B, S + 1]: adds its metrics to the curve, gives its routes."""
         from megatron.core import parallel_state as ps
-        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         settings, microbatches = self.config.trainer, _own(self.config).microbatches
         began, sent_before = time.perf_counter(), self._bytes_sent()
         lr = learning_rate(settings, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for model in self.models:
-            model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        feeds = [iter(tokens.chunk(microbatches)) for _ in self.models]
-        several = len(self.models) > 1
-        reported = get_forward_backward_func()(
-            forward_step_func=self._forward,
-            data_iterator=feeds if several else feeds[0],
-            model=self.models if several else self.models[0],
-            num_microbatches=microbatches,
-            seq_length=settings.seq_len,
-            micro_batch_size=len(tokens) // microbatches,
-            forward_only=False,
-        )
+        losses = self._gradients(tokens, step)
         _, norm, _ = self.optimizer.step()
 
         routes, load = self.routes.take(self.megatron.num_layers, self.megatron.num_moe_experts)
         last = ps.is_pipeline_last_stage(ignore_virtual=True)
-        loss = sum(float(r["loss"]) for r in reported) / microbatches if last else 0.0
+        loss = sum(losses) / microbatches if last else 0.0
         drop = float(self.handle.drop_rate()) if self.handle is not None else 0.0
         own = [loss, float(last), drop, float(self._bytes_sent() - sent_before)]
         totals = torch.cat([torch.tensor(own, dtype=torch.float64), load.cpu().flatten()]).to(self.place.device)
@@ -272,6 +259,47 @@ class _Trainer:
             )
         )
         return routes
+
+    def _gradients(self, tokens: Tensor, step: int) -> list[float]:
+        """Forward and backward of all microbatches: their losses, on the last stage. A step whose routes overflowed an
+        expert rank's buffers is discarded on all ranks, and run again with larger ones."""
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        microbatches, several = _own(self.config).microbatches, len(self.models) > 1
+        for _ in range(1 + RERUNS):
+            for model in self.models:
+                model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            feeds = [iter(tokens.chunk(microbatches)) for _ in self.models]
+            reported = get_forward_backward_func()(
+                forward_step_func=self._forward,
+                data_iterator=feeds if several else feeds[0],
+                model=self.models if several else self.models[0],
+                num_microbatches=microbatches,
+                seq_length=self.config.trainer.seq_len,
+                micro_batch_size=len(tokens) // microbatches,
+                forward_only=False,
+            )
+            losses = [float(r["loss"]) for r in reported]
+            if self.overflow is None:
+                return losses
+            del reported
+            self.routes.discard()
+            self._overflows().regrow(self.overflow)
+        raise still_too_small(f"step {step + 1}")
+
+    def _finalize(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's reduction of gradients and what goes with it (biases of routers that balance the load, say),
+        unless the step has to run again."""
+        from megatron.core.distributed import finalize_model_grads
+
+        self.overflow = self._overflows().found()
+        if self.overflow is None:
+            finalize_model_grads(*args, **kwargs)
+
+    def _overflows(self) -> Overflows:
+        """Of this stage's dispatchers, which the first forward has built."""
+        return Overflows(self.handle or (), self.place.device)
 
     def _forward(self, feed: Iterator[Tensor], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Megatron's forward step: a microbatch [B, S + 1] in, this rank's part of the sequence through the model."""
@@ -302,6 +330,7 @@ class _Routes:
         ]
         self._seen: dict[int, list[Tensor]] = {layer.layer_number: [] for layer in layers}
         self._top_k = layers[0].config.moe_router_topk if layers else 0
+        self._routers = [layer.router for layer in layers]
         self._handles = [layer.router.register_forward_hook(self._see(layer.layer_number)) for layer in layers]
 
     def _see(self, number: int) -> Callable[..., None]:
@@ -321,6 +350,15 @@ class _Routes:
             routes.append(chosen.to(torch.int16).topk(self._top_k, 1).indices.to(torch.int16).cpu())
             maps.clear()
         return torch.stack(routes) if routes else torch.empty(0, 0, self._top_k, dtype=torch.int16), load
+
+    def discard(self) -> None:
+        """Forget the forwards since the last ``take``, and what routers have counted in them."""
+        for maps in self._seen.values():
+            maps.clear()
+        for router in self._routers:
+            counted = getattr(router, "local_tokens_per_expert", None)  # what an expert's bias is moved by
+            if counted is not None:
+                counted.zero_()
 
     def close(self) -> None:
         """Stop watching."""
