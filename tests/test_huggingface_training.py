@@ -471,8 +471,8 @@ def noise_in_backward(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tupl
 
 
 def test_a_forward_that_overflows_runs_again(pool):
-    """Catches a microbatch trained without the routes that did not fit, and one that only some ranks repeat: that of the
-    EP group that had room, say."""
+    """Catches a microbatch trained without the routes that did not fit, and one that only the ranks repeat that had no
+    room."""
     assert pool.run(overflowing, 2) == [(2, [0]), (2, [0, 24])]
 
 
