@@ -311,7 +311,8 @@ def run_fresh(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     """Call ``fn(rank, world, *args)`` in ``world`` new processes with a gloo group, and say how each ended.
 
     An uncaught exception ends its process as Python ends it: exit code 1 and the traceback on stderr. Whatever runs
-    ``timeout`` seconds after the group was made is killed together with its children.
+    ``timeout`` seconds after the group was made is killed together with its children. A process that is stopped by a
+    signal is killed when the others have ended, and is no hung one.
     """
     with tempfile.TemporaryDirectory(prefix="ep-plugin-tests-") as name:
         folder = Path(name)
@@ -337,7 +338,9 @@ def run_fresh(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
             while not joined.exists() and process.poll() is None and time.monotonic() < starting:
                 time.sleep(0.02)
         deadline = time.monotonic() + timeout
-        hung = [not _ended(process, deadline) for process in processes]
+        while time.monotonic() < deadline and any(p.poll() is None and not stopped(p.pid) for p in processes):
+            time.sleep(0.01)
+        hung = [p.poll() is None and not stopped(p.pid) for p in processes]
         for process in (p for p, h in zip(processes, hung, strict=True) if h):
             process.send_signal(signal.SIGUSR1)  # its stacks, on its stderr
         if any(hung):
@@ -357,12 +360,11 @@ def run_fresh(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
         ]
 
 
-def _ended(process: subprocess.Popen, deadline: float) -> bool:
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _fresh_main(folder: str, rank: int, world: int, timeout: float) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.dist import ENVIRONMENT, Exit, join_group, leave_group, server
+from tests.dist import ENVIRONMENT, Exit, join_group, leave_group, server, stopped
 
 
 def _main(folder: str, rank: int, world: int, timeout: float, task: bytes) -> None:
@@ -36,8 +36,7 @@ def _main(folder: str, rank: int, world: int, timeout: float, task: bytes) -> No
 
 
 def run_forked(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Exit]:
-    """Call ``fn(rank, world, *args)`` in ``world`` processes; as ``dist.run_fresh``. A process that is stopped by a
-    signal is killed when the others have ended, and is no hung one."""
+    """Call ``fn(rank, world, *args)`` in ``world`` processes; as ``dist.run_fresh``."""
     task = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="ep-plugin-tests-") as folder:
         processes = [
@@ -48,11 +47,11 @@ def run_forked(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 
             process.start()
         deadline = time.monotonic() + timeout
         hung = [False] * world
-        while time.monotonic() < deadline and any(p.is_alive() and not _stopped(p.pid) for p in processes):
+        while time.monotonic() < deadline and any(p.is_alive() and not stopped(p.pid) for p in processes):
             time.sleep(0.01)
         for rank, process in enumerate(processes):
             if process.is_alive():
-                hung[rank] = not _stopped(process.pid)
+                hung[rank] = not stopped(process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
             process.join()
@@ -62,9 +61,3 @@ def run_forked(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 
             return file.read_text(errors="replace") if file.exists() else ""
 
         return [Exit(p.exitcode, text("stdout", r), text("stderr", r), hung[r]) for r, p in enumerate(processes)]
-
-
-def _stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False

@@ -1,10 +1,11 @@
-"""Models of transformers 4.57, whose experts are a ModuleList, in fresh processes that import that version."""
+"""Models of transformers 4.57, whose experts are a ModuleList, in processes of their own that import that version."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,23 +92,23 @@ def train(rank: int, world: int, ep: int, save: bool) -> None:
     groups.destroy()
 
 
-def run(fn, world, *args) -> list[dist.Exit]:
-    """``fn`` in processes that import transformers 4.57."""
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., object]]:
+    """``run(fn, world, *args)``: ``fn(rank, world, *args)`` in processes that import transformers 4.57."""
     if not FOLDER.exists():
         pytest.skip(f"no transformers 4.57 at {FOLDER}: `make test` unpacks it, or set TRANSFORMERS_4")
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return dist.run_fresh(fn, world, *args, timeout=240)
-    finally:
-        sys.path.remove(str(FOLDER))
+    pool = dist.Pool()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(FOLDER), *sys.path])  # as workers find it when they start
+        yield functools.partial(pool.run, timeout=240)
+    pool.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2)])
-def test_models_of_transformers_4_train_and_save_like_the_unpatched(world, ep):
+def test_models_of_transformers_4_train_and_save_like_the_unpatched(run, world, ep):
     """Catches another routing than the block's own, experts of the wrong rank, a checkpoint that lacks some."""
-    ends = run(train, world, ep, world == 2)
-    assert [end.code for end in ends] == [0] * world, ends[0].stderr[-3000:]
+    run(train, world, ep, world == 2)
 
 
 def refuse(rank: int, world: int) -> None:
@@ -146,7 +147,6 @@ def refuse(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_blocks_that_compute_something_else_are_refused():
+def test_blocks_that_compute_something_else_are_refused(run):
     """Catches a block whose routing was changed, taken for what its name says; experts that no longer are views."""
-    (end,) = run(refuse, 1)
-    assert end.code == 0, end.stderr[-3000:]
+    run(refuse, 1)
