@@ -135,7 +135,8 @@ class _Trainer:
 
         self.config, self.layout, self.place, own = config, layout, place, _own(config)
         self.megatron = transformer_config(config, layout)
-        self.megatron.finalize_model_grads_func = self._finalize
+        # A function, since layers copy their settings, and a method would be copied with its object.
+        self.megatron.finalize_model_grads_func = lambda *args, **kwargs: self._finalize(*args, **kwargs)
         self.overflow: list[int] | None = None  # of the last forward and backward
         _seed(config.seed, place.device)
         chunks = [chunk.to(place.device) for chunk in self._chunks()]

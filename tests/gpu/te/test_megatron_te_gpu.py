@@ -148,14 +148,16 @@ def test_their_fp8_recipes_run_beside_our_bfloat16_rows(
     theirs, ours = layers(device, **RECIPES[recipe])
     exact, _ = layers(device)
     handle = use_dispatcher(ours, dataclasses.replace(ep, max_tokens=2 * TOKENS))
-    plain = passes(exact, rank, device, 1)
+    plain = passes(exact, rank, device, 1) | mm.gradients(exact)
     want = passes(theirs, rank, device, 1) | mm.gradients(theirs)
     got = passes(ours, rank, device, 1) | mm.gradients(ours)
     handle.check()
     handle.close()
     assert mm.difference({"y": got["y 0"]}, {"y": plain["y 0"]}) > 3e-3
-    gap = mm.difference(got, want)
-    assert gap < 6e-2, gap
+    # One step of FP8's two or three bits of mantissa is more than the same rows in another order differ by, and a value
+    # may round either way: ours must be as near to bfloat16 as theirs.
+    error, gap = mm.difference(want, plain), mm.difference(got, want)
+    assert mm.difference(got, plain) < 1.3 * error + 1e-2 and gap < 1.5 * error + 1e-2, (error, gap)
 
 
 @pytest.mark.parametrize("ep", [pytest.param(BLOCK, id="block"), pytest.param(DEDUP, id="dedup"), pytest.param(ROUTE)])
@@ -173,10 +175,13 @@ def test_weight_gradients_may_be_computed_later(megatron: tuple[int, torch.devic
     for layer in (theirs, ours):
         seen = passes(layer, rank, device, 1)
         if delayed:
-            assert all(p.grad is None for p in layer.experts.parameters())
+            # TransformerEngine gives tensors for the gradients that it fills later.
+            unfilled = [None if p.grad is None else p.grad.clone() for p in layer.experts.parameters()]
             with torch.no_grad():
                 layer(tokens(rank, 1, device))  # uses the buffers again
             layer.backward_dw()
+            for early, p in zip(unfilled, layer.experts.parameters(), strict=True):
+                assert early is None or not torch.equal(early, p.grad)
         torch.cuda.synchronize()
         results.append(seen | mm.gradients(layer))
     handle.check()
