@@ -71,6 +71,8 @@ def _work(conn: Connection, stacks: str, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     _do_tasks(conn, stacks)
+    for child in multiprocessing.active_children():  # Megatron's writer leaves some, which would stay for ever
+        child.kill()
     os._exit(0)
 
 
