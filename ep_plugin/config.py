@@ -60,9 +60,9 @@ class LaunchConfig:
     """How rowwise kernels are launched on GPUs; ``ep-bench tune`` finds the values of a shape.
 
     ``chunks``: parts of a batch whose transfer overlaps with the local work on the part before; 0 chooses by its size.
-    ``back``: the same for partial sums on their way to the tokens; 0 takes ``chunks``. ``put``, ``fan_out``,
-    ``reduce``, ``sum``: programs of each kernel at most; 0 takes the kernel's default. ``table``: a file of
-    ``ep-bench tune --store``; what is 0 here is taken from its point of the shape, if there is one.
+    ``back``: the same for partial sums on their way to the tokens; 0 takes ``chunks``, or chooses too. ``put``,
+    ``fan_out``, ``reduce``, ``sum``: programs of each kernel at most; 0 takes the kernel's default. ``table``: a file
+    of ``ep-bench tune --store``; what is 0 here is taken from its point of the shape, if there is one.
     ``early``: rows start to cross while the route map is built. It pays where most rows leave the rank; where many
     stay, the map's kernels are slowed by the transfer and the local rows wait for them."""
 

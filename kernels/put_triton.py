@@ -27,6 +27,7 @@ from .triton_common import (
 # Few programs that each take a multiprocessor whole and have 128 KiB under way fill the link. Their stores wait for it,
 # and would hold up those of every other program on the same multiprocessor.
 PUT = Launch(32, warps=32, tile=1 << 17)
+UNIQUE = Launch(24, warps=32, tile=1 << 17)  # still as fast as the link, and more is left for the fan-out beside it
 META = Launch(1024)
 
 
@@ -184,7 +185,7 @@ def put_unique(
     experts_per_rank: int = 1,
     skip_rank: int = -1,
     signal: ChunkSignal | None = None,
-    launch: Launch = PUT,
+    launch: Launch = UNIQUE,
 ) -> None:
     """Tokens [``begin``, ``end``) once to every rank that a route of theirs names, as ``put_unique_torch``.
 

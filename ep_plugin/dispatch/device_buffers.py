@@ -13,7 +13,7 @@ from ..heap import Phase
 from ..heap.device import DeviceHeap
 from ..kernels.fan_out_triton import FAN_OUT
 from ..kernels.peers import Peers
-from ..kernels.put_triton import PUT
+from ..kernels.put_triton import PUT, UNIQUE
 from ..kernels.reduce_triton import REDUCE, SUM
 from ..kernels.sync_triton import ChunkSignal
 from ..kernels.triton_common import Launch
@@ -22,9 +22,10 @@ from .layout import Region
 
 @dataclass(frozen=True)
 class Launches:
-    """The launch of each kernel that moves rows."""
+    """The launch of each kernel that moves rows; ``put``: a row per route, ``unique``: one per rank that it names."""
 
     put: Launch
+    unique: Launch
     fan_out: Launch
     reduce: Launch
     sum: Launch
@@ -36,6 +37,7 @@ class Launches:
 
         return Launches(
             put=launch(PUT, config.put),
+            unique=launch(UNIQUE, config.put),
             fan_out=launch(FAN_OUT, config.fan_out),
             reduce=launch(REDUCE, config.reduce),
             sum=launch(SUM, config.sum),
@@ -72,6 +74,11 @@ class Scratch:
     def done(self, phase: Phase) -> None:
         """Say that this rank's region has been read (and that this rank has read its peers')."""
         self.heap.post(channel=self.channel, phase=phase, ticket=self.free)
+
+
+def parts_of(nbytes: int, part: int, most: int) -> int:
+    """Chunks of a batch of ``nbytes``: of ``part`` bytes or more each, ``most`` at most."""
+    return max(1, min(most, nbytes // part))
 
 
 class Chunks:

@@ -43,13 +43,14 @@ from ..kernels.reduce_triton import sum_partials
 from ..kernels.scalars_triton import take_scalars
 from ..routing import RouteMap, drop_metrics, rows_bound
 from .base import Arrived, Dispatcher, Rebuild, RouteOverflow, RouteState, span
-from .device_buffers import Chunks, Launches, Scratch
+from .device_buffers import Chunks, Launches, Scratch, parts_of
 from .layout import Part, Region
 from .moves import Moves, PeerMoves, make_moves
 from .tuned import Shape, resolve
 
 CHANNEL = 0  # everything on the caller's stream
 THERE, BACK = 1, 2  # chunks of rows on their way to experts, and of partial sums on their way to tokens
+PART = 32 << 20  # bytes of a chunk that is worth a wait of its own
 LARGE = 16 << 20  # bytes of a batch from which on it crosses in chunks, unless told otherwise
 PLAN = 0  # the operation that a plan's record names
 PLANNED = 1024  # plans whose counts are kept at most, where nobody checks
@@ -161,9 +162,10 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.launches, self.early = Launches.of(launch), launch.early
         if self.config.form == "dedup":
             nbytes = self.max_tokens * self.hidden_size * self.dtype.itemsize
-            chunks = min(launch.chunks or (4 if nbytes >= LARGE else 1), self.max_tokens)
-            self.there = Chunks(self.heap, THERE, chunks, self.max_tokens)
-            self.back = Chunks(self.heap, BACK, min(launch.back or chunks, self.max_tokens), self.max_tokens)
+            there = launch.chunks or parts_of(nbytes, PART, 3)
+            back = launch.back or launch.chunks or parts_of(nbytes, PART // 2, 4)
+            self.there = Chunks(self.heap, THERE, min(there, self.max_tokens), self.max_tokens)
+            self.back = Chunks(self.heap, BACK, min(back, self.max_tokens), self.max_tokens)
 
     def _agree(self, num_tokens: int) -> None:
         """Collective, once: size the buffers by the largest first batch."""
@@ -267,7 +269,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             experts_per_rank=experts_per_rank,
             skip_rank=self.rank,
             signal=self.there.signal,
-            launch=self.launches.put,
+            launch=self.launches.unique,
         )
 
     @contextmanager
@@ -310,12 +312,13 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         told = None  # the rows' own signals tell of the maps too, unless they left before them
         here = region.view(payload, "local_rows")
         local_rows = torch.empty_like(here)  # small; out of the slot, so as not to pin it
-        if early is None:
-            with self._across():
-                self._put_unique(x, self._payload(handles, "stage"), dest.dest_rank)
-            self.there.begin()
-        else:
+        if early is not None:
             told = self.heap.post(channel=CHANNEL, phase=phase)
+        with self._across():
+            if early is None:
+                self._put_unique(x, self._payload(handles, "stage"), dest.dest_rank)
+            fill_tail(routes, dest.offsets[-1:], -1)
+            fill_tail(row_weights, dest.offsets[-1:])
         stage, there_weights = region.view(payload, "stage"), region.view(payload, "weights")
         spread = partial(
             fan_out,
@@ -328,15 +331,15 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             launch=self.launches.fan_out,
         )
         with span("fan-out"):
-            fill_tail(routes, dest.offsets[-1:], -1)
-            fill_tail(row_weights, dest.offsets[-1:])
             spread(local_rows=here, x_own=x, own_rank=me, first_source=me, sources=1)
+            if early is None:
+                self.there.begin()
             if told is not None:
                 self.heap.wait(told, channel=CHANNEL, phase=phase)
-            for begin, end in self.there.arrived(phase):
-                if begin == 0:
-                    local_rows.copy_(here)
-                spread(local_rows=local_rows, first_source=me + 1, sources=others, begin=begin, end=end)
+            for part, (begin, end) in enumerate(self.there.arrived(phase)):
+                spread(local_rows=here, first_source=me + 1, sources=others, begin=begin, end=end)
+                if part == max(0, len(self.there.ranges) - 2):
+                    local_rows.copy_(here)  # while the last chunk crosses
         self._join()
         state.local_rows = local_rows
         arrived.route_of_row = routes
@@ -423,13 +426,13 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.grads.claim(phase)
         with self._across():
             self._put_unique(grad, self.grads.peers("stage"), dest.dest_rank)
-        self.there.begin()
         stage, me, launch = self.grads.local("stage"), self.rank, self.launches.fan_out
         with span("fan-out"):
             fan_out(
                 stage, state.local_rows, dest.tokens, rows,
                 x_own=grad, own_rank=me, first_source=me, sources=1, launch=launch,
             )  # fmt: skip
+            self.there.begin()
             for begin, end in self.there.arrived(phase):
                 fan_out(
                     stage, state.local_rows, dest.tokens, rows,
@@ -486,8 +489,6 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         weights = None if weights is None else weights.contiguous()
         out = None if rows is None else rows.new_empty((state.num_tokens, self.hidden_size))
         back = None if scalars is None else scalars.new_empty((state.num_tokens, self.top_k))
-        if rows is not None:
-            self.back.begin()
         with self._across():
             self.partial.claim(phase)
             if scalars is not None:
@@ -501,6 +502,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             self._join()
             self._sync(phase)
         else:
+            self.back.begin()
             with span("sum"):
                 for begin, end in self.back.arrived(phase):
                     sum_partials(
