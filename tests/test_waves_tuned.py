@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from ep_plugin.adapters.huggingface import patch_model
+from ep_plugin.bench.__main__ import main as bench
 from ep_plugin.bench.__main__ import parse
 from ep_plugin.bench.waves_arguments import schedules
 from ep_plugin.bench.waves_trace import Account, Kernel, account_of, intersection, kernels_of, union
@@ -24,6 +24,7 @@ from ep_plugin.tables import FORMAT
 from ep_plugin.topology import ProcessGroups, layout
 from ep_plugin.waves.tuned import Shape, choose, read_table, resolve
 from tests.hf_models import EXPERTS, HIDDEN, TOP_K, WIDTH, build, tokens
+from tests.launched import free_port, run_as_torchrun
 
 SHAPE = Shape(
     tokens=16384, hidden_size=2048, width=768, top_k=8, num_experts=128, ep=2, dtype="bfloat16",
@@ -160,19 +161,25 @@ def test_the_sweep_is_what_was_asked_for():
         parse(["waves", "--world", "2", "--kinds", "none,overlap"])
 
 
+def printed(arguments: list[str]) -> str:
+    """What ep-bench prints on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert bench(arguments) == 0
+    return text.getvalue()
+
+
 @pytest.mark.slow
-def test_a_sweep_resumes_and_its_table_serves_auto(tmp_path):
+def test_a_sweep_resumes_and_its_table_serves_auto(pool, tmp_path):
     """Fault: a run that was cut off measures everything again or loses points; the file is no table for ``auto``;
     nothing says which schedule won."""
     file = tmp_path / "waves.json"
     shape = ["--world", "2", "-T", "64", "-D", "32", "-F", "32", "-E", "4", "-K", "2", "--repeats", "2"]
-    command = [sys.executable, "-m", "ep_plugin.bench", "waves", *shape, "--widths", "0", "--json", str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = ["waves", *shape, "--widths", "0", "--json", str(file)]
 
     def run(*more: str) -> str:
-        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=200, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
+        text, other = pool.run(run_as_torchrun, 2, free_port(), printed, [*command, *more])
+        assert not other
+        return text
 
     first = run("--waves", "2", "--kinds", "none,wave_overlapped")
     assert len([line for line in first.splitlines() if " width " in line and " forward " in line]) >= 2
