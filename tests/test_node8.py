@@ -203,7 +203,14 @@ def test_two_processes(tmp_path: Path):
     look(run(tmp_path, 2), tmp_path, 2, ["EP2"])
 
 
+def whole(rank: int, world: int, folder: str) -> int:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return session(folder, world).run()
+
+
 @pytest.mark.slow
-def test_four_processes(tmp_path: Path):
+def test_four_processes(pool, tmp_path: Path):
     """Catches steps of a folding that two processes do not have: some ranks share experts, others have replicas."""
-    look(run(tmp_path, 4), tmp_path, 4, ["EP4", "EP2 × EP_DP2"])
+    assert pool.run(whole, 4, str(tmp_path)) == [0] * 4
+    found = json.loads((tmp_path / "node8.json").read_text())
+    look(found, tmp_path, 4, ["EP4", "EP2 × EP_DP2"])

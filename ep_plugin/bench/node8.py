@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     status = Session(args, device, began).run()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # as in ep-bench: nothing is left to do, and a step that failed may have left threads that wait
+    os._exit(status)  # nothing is left to do, and a step that failed may have left threads that wait
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
