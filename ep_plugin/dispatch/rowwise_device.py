@@ -50,7 +50,6 @@ from .tuned import Shape, resolve
 
 CHANNEL = 0  # everything on the caller's stream
 THERE, BACK = 1, 2  # chunks of rows on their way to experts, and of partial sums on their way to tokens
-PART = 32 << 20  # bytes of a chunk that is worth a wait of its own
 LARGE = 16 << 20  # bytes of a batch from which on it crosses in chunks, unless told otherwise
 PLAN = 0  # the operation that a plan's record names
 PLANNED = 1024  # plans whose counts are kept at most, where nobody checks
@@ -162,8 +161,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.launches, self.early = Launches.of(launch), launch.early
         if self.config.form == "dedup":
             nbytes = self.max_tokens * self.hidden_size * self.dtype.itemsize
-            there = launch.chunks or parts_of(nbytes, PART, 3)
-            back = launch.back or launch.chunks or parts_of(nbytes, PART // 2, 4)
+            there = launch.chunks or parts_of(nbytes, 32 << 20, most=2)
+            back = launch.back or launch.chunks or parts_of(nbytes, 16 << 20, most=4)
             self.there = Chunks(self.heap, THERE, min(there, self.max_tokens), self.max_tokens)
             self.back = Chunks(self.heap, BACK, min(back, self.max_tokens), self.max_tokens)
 
@@ -277,7 +276,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         """The side stream, behind what the caller's stream has done so far. Rows must start to cross before local work
         that is enqueued next: once that is spread over all multiprocessors, programs that need one whole wait for its
         end. Where there is such work, nothing is waited for in here, and little things come first on the caller's
-        stream after it."""
+        stream after it: without them local work starts before the rows do (dispatch 0.57 ms instead of 0.54)."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side), span("cross"):
             yield
@@ -312,13 +311,12 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         told = None  # the rows' own signals tell of the maps too, unless they left before them
         here = region.view(payload, "local_rows")
         local_rows = torch.empty_like(here)  # small; out of the slot, so as not to pin it
-        if early is not None:
-            told = self.heap.post(channel=CHANNEL, phase=phase)
-        with self._across():
-            if early is None:
+        if early is None:
+            with self._across():
                 self._put_unique(x, self._payload(handles, "stage"), dest.dest_rank)
-            fill_tail(routes, dest.offsets[-1:], -1)
-            fill_tail(row_weights, dest.offsets[-1:])
+            self.there.begin()
+        else:
+            told = self.heap.post(channel=CHANNEL, phase=phase)
         stage, there_weights = region.view(payload, "stage"), region.view(payload, "weights")
         spread = partial(
             fan_out,
@@ -331,15 +329,15 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             launch=self.launches.fan_out,
         )
         with span("fan-out"):
+            fill_tail(routes, dest.offsets[-1:], -1)
+            fill_tail(row_weights, dest.offsets[-1:])
             spread(local_rows=here, x_own=x, own_rank=me, first_source=me, sources=1)
-            if early is None:
-                self.there.begin()
             if told is not None:
                 self.heap.wait(told, channel=CHANNEL, phase=phase)
-            for part, (begin, end) in enumerate(self.there.arrived(phase)):
-                spread(local_rows=here, first_source=me + 1, sources=others, begin=begin, end=end)
-                if part == max(0, len(self.there.ranges) - 2):
-                    local_rows.copy_(here)  # while the last chunk crosses
+            for begin, end in self.there.arrived(phase):
+                if begin == 0:
+                    local_rows.copy_(here)
+                spread(local_rows=local_rows, first_source=me + 1, sources=others, begin=begin, end=end)
         self._join()
         state.local_rows = local_rows
         arrived.route_of_row = routes
@@ -426,13 +424,13 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.grads.claim(phase)
         with self._across():
             self._put_unique(grad, self.grads.peers("stage"), dest.dest_rank)
+        self.there.begin()
         stage, me, launch = self.grads.local("stage"), self.rank, self.launches.fan_out
         with span("fan-out"):
             fan_out(
                 stage, state.local_rows, dest.tokens, rows,
                 x_own=grad, own_rank=me, first_source=me, sources=1, launch=launch,
             )  # fmt: skip
-            self.there.begin()
             for begin, end in self.there.arrived(phase):
                 fan_out(
                     stage, state.local_rows, dest.tokens, rows,
@@ -489,6 +487,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         weights = None if weights is None else weights.contiguous()
         out = None if rows is None else rows.new_empty((state.num_tokens, self.hidden_size))
         back = None if scalars is None else scalars.new_empty((state.num_tokens, self.top_k))
+        if rows is not None:
+            self.back.begin()
         with self._across():
             self.partial.claim(phase)
             if scalars is not None:
@@ -502,7 +502,6 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
             self._join()
             self._sync(phase)
         else:
-            self.back.begin()
             with span("sum"):
                 for begin, end in self.back.arrived(phase):
                     sum_partials(
