@@ -60,9 +60,10 @@ class Shape:
     def layers_that_fit(self, tokens: int, free: int) -> int:
         """Layers that train without EP in ``free`` bytes, with ``tokens`` a microbatch.
 
-        Counts the state, the activations that backward needs (rows of all routes through both projections, the residual
-        stream and attention) and the logits, in float32 with their gradient and once more."""
-        rows = tokens * self.top_k * (3 * self.hidden + 5 * self.width) * 2
+        Counts the state, the activations that backward needs (rows of all routes through both projections, as
+        transformers' own experts keep them; the residual stream and attention) and the logits, in float32 with their
+        gradient and once more."""
+        rows = tokens * self.top_k * (7 * self.hidden + 10 * self.width) * 2
         dense = tokens * (10 * self.hidden + 4 * self.head_dim * (self.heads + self.kv_heads)) * 2
         outside = 2 * self.vocabulary * self.hidden * BYTES_PER_PARAMETER + 14 * tokens * self.vocabulary
         return int((free - outside) // (self.layer * BYTES_PER_PARAMETER + rows + dense))
@@ -179,12 +180,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _layers(shape: Shape, tokens: int, device: torch.device) -> int:
-    """As many as fit into 93 % of the free memory of the GPU with the least; two on a CPU."""
+    """As many as fit into 90 % of the free memory of the GPU with the least; two on a CPU."""
     if device.type == "cpu":
         return 2
     free = torch.tensor(torch.cuda.mem_get_info(device)[0])
     dist.all_reduce(free, dist.ReduceOp.MIN)
-    return shape.layers_that_fit(tokens, int(0.93 * free))
+    return shape.layers_that_fit(tokens, int(0.9 * free))
 
 
 def run_way(
