@@ -24,10 +24,11 @@ from .triton_common import (
     widen,
 )
 
-# Few programs that each take a multiprocessor whole and have 128 KiB under way fill the link. Their stores wait for it,
-# and would hold up those of every other program on the same multiprocessor.
-PUT = Launch(32, warps=32, tile=1 << 17)
-UNIQUE = Launch(24, warps=32, tile=1 << 17)  # still as fast as the link, and more is left for the fan-out beside it
+# A row per route: nothing runs beside it, so all multiprocessors write at once.
+PUT = Launch(132, warps=32, tile=1 << 17)
+# One row per rank: few programs that each take a multiprocessor whole and have 128 KiB under way fill the link. Their
+# stores wait for it, and would hold up those of every other program on the same multiprocessor.
+UNIQUE = Launch(24, warps=32, tile=1 << 17)
 META = Launch(1024)
 
 
