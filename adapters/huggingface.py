@@ -59,12 +59,13 @@ class Metrics:
 
     ``drop_rate``: float64 scalar, routes dropped / routes asked, over the layers and the EP_MP group. ``expert_load``:
     int64 [E] by layer, routes that the EP_MP group asked of each expert. ``bytes_sent``: bytes of rows that this rank
-    wrote to or read from other ranks since the model was patched. Tensors are on the device, and nothing waits for it.
+    wrote to or read from other ranks since the model was patched; None: rowwise on GPUs, whose counts stay on the
+    device, and DeepEP do not count. Tensors are on the device, and nothing waits for it.
     """
 
     drop_rate: Tensor
     expert_load: dict[str, Tensor]
-    bytes_sent: int
+    bytes_sent: int | None
 
 
 class PatchedExperts:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import EPConfig
 from ..dispatch import Dispatcher, build_dispatcher
+from ..metrics import total
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,10 @@ class Dispatchers:
         for dispatcher in self:
             dispatcher.check()
 
-    def bytes_sent(self) -> int:
-        """Row bytes that this rank wrote to or read from other ranks."""
-        return sum(dispatcher.stats().get("bytes_sent", 0) for dispatcher in self)
+    def bytes_sent(self) -> int | None:
+        """Row bytes that this rank wrote to or read from other ranks. None: rowwise on GPUs, whose counts stay on the
+        device, and DeepEP do not count."""
+        return total(dispatcher.stats().get("bytes_sent") for dispatcher in self)
 
     def close(self) -> None:
         """Close all, the first, which owns the heap, last. Collective and idempotent."""

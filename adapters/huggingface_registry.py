@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..config import EPConfig, one_of
 from ..layer import Experts, ForeignExperts, moe_step
+from ..metrics import total
 from .huggingface import EXPERTS, choose_layout
 from .huggingface_dispatchers import Dispatchers, Shape
 from .huggingface_experts import is_experts
@@ -47,9 +48,10 @@ class Registered:
         """Those of one EP group."""
         return self._sets.setdefault(group, Dispatchers(self.config, group))
 
-    def bytes_sent(self) -> int:
-        """Row bytes that this rank wrote to or read from other ranks."""
-        return sum(dispatchers.bytes_sent() for dispatchers in self._sets.values())
+    def bytes_sent(self) -> int | None:
+        """Row bytes that this rank wrote to or read from other ranks. None: rowwise on GPUs, whose counts stay on the
+        device, and DeepEP do not count."""
+        return total(dispatchers.bytes_sent() for dispatchers in self._sets.values())
 
     def _before_step(self) -> None:
         """Raise, before an optimizer step, what a dispatcher could not raise when it happened."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 
@@ -14,7 +16,7 @@ class StepMetrics:
     ``loss`` mean next-token cross-entropy in nats, without auxiliary terms; ``grad_norm`` of the whole gradient
     before clipping; ``tokens_per_s`` over all ranks; ``drop_rate`` dropped routes / routes asked; ``expert_load``
     routes of the fullest expert / mean routes of an expert, in the layer where that is worst; ``bytes_moved`` row
-    bytes that dispatchers sent to other ranks, forward and backward.
+    bytes that dispatchers sent to other ranks, forward and backward, NaN where one does not count them.
     """
 
     run: str
@@ -42,8 +44,9 @@ class MetricsLog:
         self._file = open(path, "a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one step."""
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        """Append one step; NaN, which JSON lacks, as null."""
+        values = {name: None if value != value else value for name, value in asdict(metrics).items()}
+        self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -51,8 +54,25 @@ class MetricsLog:
         self._file.close()
 
 
+def total(counts: Iterable[int | None]) -> int | None:
+    """The sum of ``counts``; None where one of them is not known."""
+    result = 0
+    for count in counts:
+        if count is None:
+            return None
+        result += count
+    return result
+
+
+def moved(before: int | None, after: int | None) -> float:
+    """What a counter rose by; NaN where it was not known."""
+    return math.nan if before is None or after is None else float(after - before)
+
+
 def human_bytes(count: float) -> str:
-    """``count`` bytes with a decimal unit: 1.5 MB."""
+    """``count`` bytes with a decimal unit: 1.5 MB; "-" for NaN."""
+    if math.isnan(count):
+        return "-"
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

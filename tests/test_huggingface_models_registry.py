@@ -64,7 +64,11 @@ def train(rank: int, world: int, names: list[str], ep: int, config: EPConfig, fo
                 optimizer.step()
             for key, p in model.named_parameters():
                 assert difference(whole(p.detach()), expected.parameters[key], 1e-2) < 10 * ROUNDS, f"{name} {key}"
-            assert (registered.bytes_sent() > 0) == (ep > 1)
+            sent = registered.bytes_sent()
+            assert sent is None or (sent > 0) == (ep > 1)
+            if sent is None:  # rowwise on GPUs: rows went through its slots all the same
+                dispatchers = [d for each in registered._sets.values() for d in each]
+                assert any(d.stats()["slots_peak"] > 0 for d in dispatchers), name
             model.save_pretrained(f"{path}-saved")
         dist.barrier()
         saved = model_class(name).from_pretrained(f"{path}-saved", dtype=torch.float32).to(model.device)

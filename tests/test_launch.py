@@ -9,13 +9,16 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from ep_plugin.adapters.huggingface_dispatchers import Dispatchers
+from ep_plugin.config import EPConfig
 from ep_plugin.launch import main
-from ep_plugin.metrics import MetricsLog, StepMetrics, human_bytes
+from ep_plugin.metrics import MetricsLog, StepMetrics, human_bytes, moved
 from ep_plugin.topology import layout
 from ep_plugin.train.checkpoint import Header, check_resume
 from ep_plugin.train.checks import check_machine, check_settings
@@ -449,6 +452,24 @@ def test_metrics_are_one_object_a_line(tmp_path):
         log.write(step)
         assert json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])["step"] == step.step
     log.close()
+
+
+def test_bytes_that_a_dispatcher_does_not_count_are_not_zero(tmp_path):
+    """Catches a false 0 where counts stay on the device, and NaN in a file of JSON."""
+    dispatchers = Dispatchers(EPConfig(), None)
+    counts, not_counted = (SimpleNamespace(stats=lambda s=s: s) for s in ({"bytes_sent": 7}, {"slots_peak": 3}))
+    dispatchers._made = {0: counts}
+    before = dispatchers.bytes_sent()
+    dispatchers._made[1] = not_counted
+    assert (before, dispatchers.bytes_sent()) == (7, None)
+    assert moved(3, before) == 4 and math.isnan(moved(before, None)) and math.isnan(moved(None, None))
+    silent = curve("gpu", [3.0], bytes_moved=moved(before, dispatchers.bytes_sent()))
+    assert silent.steps[0].line(1).endswith("moved -") and summary([silent]).endswith(" -")
+    log = MetricsLog(tmp_path / "m.jsonl")
+    log.write(silent.steps[0])
+    log.close()
+    line = (tmp_path / "m.jsonl").read_text()
+    assert '"bytes_moved": null' in line and json.loads(line)["loss"] == 3.0
 
 
 def test_the_report_shows_what_was_measured(tmp_path):

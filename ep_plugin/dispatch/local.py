@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..kernels.fan_out import fan_out_torch, row_routes_torch
@@ -49,6 +51,10 @@ class LocalDispatcher(Dispatcher[RouteState]):
         dest = state.map
         grad_x = None if grad_rows is None else sum_routes_torch(grad_rows, dest.dest_row, dest.dest_rank, 1)
         return grad_x, None if grad_weights is None else self._by_route(state, grad_weights)
+
+    def stats(self) -> dict[str, Any]:
+        """bytes_sent: nothing leaves this rank."""
+        return {"bytes_sent": 0}
 
     def _routes(self, state: RouteState) -> Tensor:
         num_rows = state.num_rows

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..adapters.huggingface import PatchedModel, patch_model
 from ..adapters.huggingface_loading import from_pretrained
 from ..adapters.huggingface_trainer import ExpertParallelMixin
-from ..metrics import StepMetrics
+from ..metrics import StepMetrics, moved
 from ..topology import Layout, ProcessGroups
 from .checkpoint import HEADER, Header
 from .loop import Curve, Place, learning_rate, report
@@ -198,8 +198,8 @@ def _watch(
             layers = len(routes) // (config.trainer.hf.microbatches if config.trainer.hf else 1)
             load = expert_load(routes, experts).reshape(-1, layers, experts).sum(0)
             dropped = 0.0 if handle is None else float(handle.metrics().drop_rate)
-            moved = torch.tensor([dropped, float(_sent(handle) - self.sent)]).to(load)
-            totals = torch.cat([moved, load.flatten()])
+            own = torch.tensor([dropped, moved(self.sent, _sent(handle))]).to(load)
+            totals = torch.cat([own, load.flatten()])
             dist.all_reduce(totals)
             curve.load = totals[2:].reshape(load.shape).cpu()
             seconds = time.perf_counter() - self.began
@@ -227,5 +227,5 @@ def _watch(
     return Watch()
 
 
-def _sent(handle: PatchedModel | None) -> int:
+def _sent(handle: PatchedModel | None) -> int | None:
     return 0 if handle is None else handle.dispatchers.bytes_sent()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..metrics import MetricsLog, StepMetrics
+from ..metrics import MetricsLog, StepMetrics, moved
 from ..topology import Layout
 from . import checkpoint
 from .model import build_model
@@ -153,11 +153,12 @@ def _step(
     optimizer.step()
 
     aux = output.aux_loss.detach() * config.model.aux_loss_coef if output.aux_loss is not None else 0.0
-    own = [output.loss.detach() - aux, parallel.drop_rate(), torch.tensor(float(parallel.bytes_sent() - sent_before))]
+    sent = torch.tensor(moved(sent_before, parallel.bytes_sent()))
+    own = [output.loss.detach() - aux, parallel.drop_rate(), sent]
     load = expert_load(routes, config.model.num_experts)
     totals = torch.cat([torch.stack([o.to(load) for o in own]), load.flatten()])
     dist.all_reduce(totals)
-    loss, dropped, moved = totals[:3].tolist()
+    loss, dropped, bytes_moved = totals[:3].tolist()
     curve.load = totals[3:].reshape(load.shape).cpu()
     world = curve.layout.world_size
     seconds = time.perf_counter() - began
@@ -172,7 +173,7 @@ def _step(
             tokens_per_s=settings.batch_size * settings.seq_len / seconds,
             drop_rate=dropped / world,
             expert_load=float((curve.load.amax(1) / curve.load.mean(1)).max()),
-            bytes_moved=moved,
+            bytes_moved=bytes_moved,
         )
     )
     return routes

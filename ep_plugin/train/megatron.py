@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..metrics import StepMetrics
+from ..metrics import StepMetrics, moved, total
 from ..topology import Layout
 from . import checkpoint, megatron_checkpoint
 from .loop import Curve, Place, learning_rate, report
@@ -238,10 +238,10 @@ class _Trainer:
         last = ps.is_pipeline_last_stage(ignore_virtual=True)
         loss = sum(losses) / microbatches if last else 0.0
         drop = float(self.handle.drop_rate()) if self.handle is not None else 0.0
-        own = [loss, float(last), drop, float(self._bytes_sent() - sent_before)]
+        own = [loss, float(last), drop, moved(sent_before, self._bytes_sent())]
         totals = torch.cat([torch.tensor(own, dtype=torch.float64), load.cpu().flatten()]).to(self.place.device)
         dist.all_reduce(totals)
-        loss, ranks, drop, moved = totals[:4].tolist()
+        loss, ranks, drop, bytes_moved = totals[:4].tolist()
         self.curve.load = totals[4:].reshape(load.shape).cpu()
         routed = self.curve.load[self.curve.load.sum(1) > 0]
         seconds = time.perf_counter() - began
@@ -256,7 +256,7 @@ class _Trainer:
                 tokens_per_s=settings.batch_size * settings.seq_len / seconds,
                 drop_rate=drop / self.layout.world_size,
                 expert_load=float((routed.amax(1) / routed.mean(1)).max()),
-                bytes_moved=moved,
+                bytes_moved=bytes_moved,
             )
         )
         return routes
@@ -316,8 +316,8 @@ class _Trainer:
         # The schedule multiplies by the context parallel degree: it expects each rank's part of a mean.
         return losses, lambda losses: (losses.mean() / cp, {"loss": losses.detach().mean()})
 
-    def _bytes_sent(self) -> int:
-        return 0 if self.handle is None else sum(int(built.get("bytes_sent", 0)) for built in self.handle.stats())
+    def _bytes_sent(self) -> int | None:
+        return 0 if self.handle is None else total(built.get("bytes_sent") for built in self.handle.stats())
 
 
 class _Routes:

@@ -53,8 +53,8 @@ class Replicated:
         """Dropped routes / routes asked in the last forward, over the layers: a float64 scalar."""
         return torch.zeros((), dtype=torch.float64)
 
-    def bytes_sent(self) -> int:
-        """Row bytes that this rank sent to others since the start."""
+    def bytes_sent(self) -> int | None:
+        """Row bytes that this rank sent to others since the start; None where a dispatcher does not count them."""
         return 0
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class ExpertParallel(Replicated):
     def drop_rate(self) -> Tensor:
         return self.handle.metrics().drop_rate
 
-    def bytes_sent(self) -> int:
+    def bytes_sent(self) -> int | None:
         return self.handle.metrics().bytes_sent
 
     def close(self) -> None:
