@@ -198,7 +198,7 @@ def _watch(
             layers = len(routes) // (config.trainer.hf.microbatches if config.trainer.hf else 1)
             load = expert_load(routes, experts).reshape(-1, layers, experts).sum(0)
             dropped = 0.0 if handle is None else float(handle.metrics().drop_rate)
-            own = torch.tensor([dropped, moved(self.sent, _sent(handle))]).to(load)
+            own = torch.tensor([dropped, moved(self.sent, _sent(handle))], dtype=load.dtype).to(load)
             totals = torch.cat([own, load.flatten()])
             dist.all_reduce(totals)
             curve.load = totals[2:].reshape(load.shape).cpu()

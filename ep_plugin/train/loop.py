@@ -153,7 +153,7 @@ def _step(
     optimizer.step()
 
     aux = output.aux_loss.detach() * config.model.aux_loss_coef if output.aux_loss is not None else 0.0
-    sent = torch.tensor(moved(sent_before, parallel.bytes_sent()))
+    sent = torch.tensor(moved(sent_before, parallel.bytes_sent()), dtype=torch.float64)
     own = [output.loss.detach() - aux, parallel.drop_rate(), sent]
     load = expert_load(routes, config.model.num_experts)
     totals = torch.cat([torch.stack([o.to(load) for o in own]), load.flatten()])
