@@ -50,7 +50,6 @@ from .tuned import Shape, resolve
 
 CHANNEL = 0  # everything on the caller's stream
 THERE, BACK = 1, 2  # chunks of rows on their way to experts, and of partial sums on their way to tokens
-LARGE = 16 << 20  # bytes of a batch from which on it crosses in chunks, unless told otherwise
 PLAN = 0  # the operation that a plan's record names
 PLANNED = 1024  # plans whose counts are kept at most, where nobody checks
 

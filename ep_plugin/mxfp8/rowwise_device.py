@@ -25,7 +25,7 @@ from ..config import LaunchConfig, MXFP8Config
 from ..dispatch.base import Arrived, Rebuild, span
 from ..dispatch.device_buffers import Chunks, Scratch
 from ..dispatch.layout import Part, Region
-from ..dispatch.rowwise_device import CHANNEL, LARGE, THERE, DeviceRowwiseDispatcher, DeviceState
+from ..dispatch.rowwise_device import CHANNEL, THERE, DeviceRowwiseDispatcher, DeviceState
 from ..dispatch.tuned import resolve
 from ..heap import Phase
 from ..heap.pool import SlotPool
@@ -42,6 +42,7 @@ from .codec import Form, Operand, Received, empty_operand
 from .gemm import ExpertGemm
 from .movements import MXFP8Movements, Wire, Wires
 
+LARGE = 16 << 20  # bytes of a batch from which on it crosses in chunks, unless told otherwise
 WORDS = Launch(132, warps=16)  # a whole record of 4096 values for each program
 
 
