@@ -4,11 +4,13 @@
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .triton_common import Launch, require_contiguous, tl, triton
 
 COPY = Launch(2112)
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _copy_prefix(source, target, num_rows, bound, D: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK

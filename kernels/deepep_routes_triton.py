@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .deepep_routes import BAD_ID, MISPLACED, REPEATED
+from .fast_launch import fast
 from .triton_common import Launch, narrow, require_contiguous, tl, triton, widen
 
 __all__ = [
@@ -27,6 +28,7 @@ TILE = 256
 _BAD_ID, _REPEATED, _MISPLACED = tl.constexpr(BAD_ID), tl.constexpr(REPEATED), tl.constexpr(MISPLACED)
 
 
+@fast
 @triton.jit(do_not_specialize=["tokens"])
 def _distinct(
     topk_idx,
@@ -79,6 +81,7 @@ def distinct_experts(topk_idx: Tensor, num_experts: int, flags: Tensor) -> tuple
     return ids, first
 
 
+@fast
 @triton.jit(do_not_specialize=["tokens"])
 def _merge(
     weights, token_stride, route_stride, tokens, first, out, K: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
@@ -106,6 +109,7 @@ def merge_weights(weights: Tensor, first: Tensor) -> Tensor:
     return out
 
 
+@fast
 @triton.jit(do_not_specialize=["routes"])
 def _spread(grads, first, out, routes, K: tl.constexpr, SIZE: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -124,6 +128,7 @@ def spread_gradients(grads: Tensor, first: Tensor) -> Tensor:
     return out
 
 
+@fast
 @triton.jit(do_not_specialize=["bound", "most"])
 def _arrived(
     metadata,
@@ -184,6 +189,7 @@ def arrived(
     )  # fmt: skip
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _scale_rows(rows, weights, num_rows, out, bound, D: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.minimum(tl.load(num_rows), bound)

@@ -8,6 +8,7 @@ Legend: T tokens, E experts, K routes per token at most.
 import torch
 from torch import Tensor
 
+from .fast_launch import fast
 from .triton_common import Launch, require_contiguous, tl, triton
 
 ROUTES = Launch(8448, warps=1)
@@ -21,6 +22,7 @@ def _columns(routing_map, E: tl.constexpr, BLOCK: tl.constexpr):
     return expert, routed, tl.cumsum(routed.to(tl.int32), axis=0) - 1
 
 
+@fast
 @triton.jit(do_not_specialize=["tokens"])
 def _dense_routes(
     routing_map,
@@ -63,6 +65,7 @@ def dense_routes(routing_map: Tensor, probs: Tensor, topk_idx: Tensor, weights: 
     )  # fmt: skip
 
 
+@fast
 @triton.jit(do_not_specialize=["tokens"])
 def _dense_routes_backward(
     routing_map, dweights, dprobs, tokens, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr

@@ -8,12 +8,14 @@ width. A local row outside [0, RB) is no route: it may have been written by a pe
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .triton_common import RANGE_INTEGERS, Launch, narrow, require_contiguous, tl, triton, triton_dtype, widen
 
 FAN_OUT = Launch(1 << 15, block=2048)  # one item a program: those beside a slow store must not hold up the rest
 FILL = Launch(264)
 
 
+@fast
 @triton.jit(do_not_specialize=[*RANGE_INTEGERS, "bound", "own_rank", "own_tokens"])
 def _fan_out(
     stage,
@@ -140,6 +142,7 @@ def fan_out(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["length", "value"])
 def _fill_tail(out, num_rows, length, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     end = (length + tl.zeros((), tl.int64)) * WIDTH

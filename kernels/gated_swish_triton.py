@@ -11,6 +11,7 @@ Legend: R rows of which tensors hold RB >= R, F expert width.
 import torch
 from torch import Tensor
 
+from .fast_launch import fast
 from .gated_swish import GatedSwish
 from .mxfp8_swiglu_triton import _sigmoid
 from .mxfp8_triton import rows_of
@@ -50,6 +51,7 @@ def _bend(raw_gate, raw_linear, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET
     return gate, linear, _sigmoid(gate)
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _gated_swish(
     up,
@@ -102,6 +104,7 @@ def gated_swish(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _gated_swish_backward(
     up,

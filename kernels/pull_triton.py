@@ -8,12 +8,14 @@ is skipped. Rows are moved in blocks of columns; one work item is one (row, bloc
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .peers import Peers
 from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, rows_at, tl, triton
 
 PULL = Launch(1056, block=1024)  # a read waits for the link and back, so more of them are under way than in a PUT
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_tokens", "num_rows"])
 def _pull_rows(
     base,

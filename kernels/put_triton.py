@@ -9,6 +9,7 @@ destination's rows is skipped. Rows are moved in blocks of columns; one work ite
 import torch
 from torch import Tensor
 
+from .fast_launch import fast
 from .peers import Peers
 from .sync_triton import ChunkSignal, last_signals, next_tile, part_edge
 from .triton_common import (
@@ -32,6 +33,7 @@ UNIQUE = Launch(24, warps=32, tile=1 << 17)
 META = Launch(1024)
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "num_tokens"])
 def _put_rows(
     x,
@@ -113,6 +115,7 @@ def put_rows(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "first_row", "begin", "end", "skip_rank", "t_max", "signal_offset"])
 def _put_unique(
     x,
@@ -227,6 +230,7 @@ def put_unique(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "w_handle_stride", "w_max_handle", "w_offset", "first_row", "routes"])
 def _put_meta(
     dest_rank,
@@ -303,6 +307,7 @@ def put_meta(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "first", "routes"])
 def _put_values(
     values,

@@ -11,6 +11,7 @@ token are under way at once. That changes no bit: a sum that starts from +0.0 is
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .peers import Peers
 from .reduce import accumulation_dtype
 from .sync_triton import ChunkSignal, last_signals, next_tile, part_edge
@@ -42,6 +43,7 @@ def _weighted_row(y, row, valid, cols, mask, weights, D: tl.constexpr, ACC: tl.c
     return value
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, *RANGE_INTEGERS, "bound", "rank", "signal_offset"])
 def _pre_reduce_put(
     y,
@@ -169,6 +171,7 @@ def pre_reduce_put(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["t_max", "begin", "end", "own_rank", "bound"])
 def _sum_partials(
     partials,
@@ -265,6 +268,7 @@ def sum_partials(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "begin", "end"])
 def _get_reduce(
     base,

@@ -14,11 +14,13 @@ room for. A record is int64 [HEADER + E]: operation, layer, slot handle, T, then
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..config import CapacityConfig
+from .fast_launch import fast
 from .triton_common import require_contiguous, tl, triton
 
 BLOCK = 256  # routes of one program
@@ -101,6 +103,7 @@ def _checked(ids, E: tl.constexpr):
     return tl.where((ids >= 0) & (ids < E), ids, -1).to(tl.int32)
 
 
+@fast
 @triton.jit(do_not_specialize=["routes"])
 def _count(
     topk_idx,
@@ -154,6 +157,7 @@ def count(topk_idx: Tensor, block_counts: Tensor, flags: Tensor) -> None:
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["blocks", "operation", "layer", "handle", "tokens"])
 def _offsets_and_record(
     block_counts,
@@ -232,6 +236,7 @@ def _clamped(asked, ends, quota):
     return tl.minimum(ends, quota) - tl.minimum(ends - asked, quota)
 
 
+@fast
 @triton.jit(do_not_specialize=["stride", "rank", "bound"])
 def _accept(
     records,
@@ -340,6 +345,7 @@ def accept(records: Tensor, out: DeviceMap, *, rank: int, capacity: CapacityConf
     )
 
 
+@cache
 def _limbs(factor: float, num_experts: int) -> tuple[int, list[int]]:
     """The decimal factor, at most E, as its whole part and LIMBS groups of six decimals."""
     whole, rest = divmod(min(Fraction(str(factor)), Fraction(num_experts)), 1)
@@ -352,6 +358,7 @@ def _limbs(factor: float, num_experts: int) -> tuple[int, list[int]]:
     return int(whole), limbs
 
 
+@fast
 @triton.jit(do_not_specialize=["routes", "rank", "bound"])
 def _build(
     topk_idx,

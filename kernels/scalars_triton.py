@@ -8,6 +8,7 @@ stripe.
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .peers import Peers
 from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, rows_at, tl, triton
 
@@ -15,6 +16,7 @@ SCALARS = Launch(1056)
 BLOCK = 256
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "bound", "rank", "world", "t_max"])
 def _put_scalars(
     values,
@@ -73,6 +75,7 @@ def put_scalars(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["t_max", "routes"])
 def _take_scalars(returned, dest_rank, out, t_max, routes, M: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -97,6 +100,7 @@ def take_scalars(returned: Tensor, dest_rank: Tensor, out: Tensor, *, launch: La
     )
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "routes"])
 def _get_values(
     base,

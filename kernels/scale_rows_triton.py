@@ -8,6 +8,7 @@ Legend: R rows of which tensors hold RB >= R, D row width.
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .mxfp8_triton import rows_of
 from .triton_common import Launch, narrow, require_contiguous, tl, triton, widen
 
@@ -15,6 +16,7 @@ SCALE = Launch(2112)
 LONGEST = 1024  # columns of a row that a program takes at once
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _scale_rows(rows, weights, other, out, dots, num_rows, bound, D: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK

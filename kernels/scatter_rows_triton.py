@@ -4,11 +4,13 @@
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .triton_common import Launch, require_contiguous, tl, triton
 
 SCATTER = Launch(1056)
 
 
+@fast
 @triton.jit(do_not_specialize=["bound", "rows_out"])
 def _scatter_rows(rows, targets, out, num_rows, bound, rows_out, D: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK

@@ -13,9 +13,11 @@ Only these kernels spin. They look at the abort word before the clock and give u
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .peers import Peers
 from .triton_common import INTERPRETED, tl, triton
 
@@ -46,7 +48,7 @@ class Watch:
     timeout_ns: int
     code: int = 0
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[Tensor, int, Tensor, Tensor, int, int, Tensor, int, int]:
         _require_plain(self.abort_at)
         if not self.abort_value:
@@ -139,6 +141,7 @@ def _raise_words(base, offset, value, M: tl.constexpr, LANES: tl.constexpr):
     tl.atomic_xchg(words, value + tl.zeros((LANES,), tl.int64), mask=p < M, sem="release", scope="sys")
 
 
+@fast
 @triton.jit(do_not_specialize=["offset"])
 def _post(counter, base, offset, ticket, M: tl.constexpr, LANES: tl.constexpr):
     posted = tl.load(counter) + 1
@@ -223,6 +226,7 @@ def last_signals(arrived, programs, value, base, offset, M: tl.constexpr):
     return last
 
 
+@fast
 @triton.jit(do_not_specialize=_WATCH)
 def _wait(
     ticket,
@@ -260,6 +264,7 @@ def wait(ticket: Tensor, watch: Watch) -> None:
     _wait[(1,)](ticket, *watch.arguments, M=watch.arrived.numel(), num_warps=1)
 
 
+@fast
 @triton.jit(do_not_specialize=["length", "mail_offset", "parity_stride", "offset"])
 def _send(
     record,
@@ -322,6 +327,7 @@ def send(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=[*_WATCH, "length", "parity_stride", "source_stride"])
 def _receive(
     ticket,
@@ -393,6 +399,7 @@ def receive(ticket: Tensor, counter: Tensor, mail: Tensor, records: Tensor, watc
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["offset", "value"])
 def _set_abort(base, offset, value, M: tl.constexpr):
     for p in range(M):

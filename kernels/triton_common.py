@@ -107,6 +107,8 @@ class Launch:
     def of_whole_lanes(self, block: int, itemsize: int) -> "Launch":
         """As many threads in all, in programs narrow enough that each thread moves 16 bytes of a block at once."""
         warps = max(1, min(self.warps, block * itemsize // (16 * 32)))
+        if warps == self.warps:
+            return self
         return replace(self, programs=self.programs * self.warps // warps, warps=warps)
 
     def rows(self, block: int, itemsize: int, count: int) -> int:

@@ -28,7 +28,7 @@ class InterpretedHeap(DeviceHeap):
         self.group, self.device, self.timeout_s = None, torch.device("cpu"), timeout_s
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.status = torch.zeros(sync.STATUS_WORDS, dtype=torch.int64)
-        self._phases = {}
+        self._phases, self._watches, self._places = {}, {}, {}
         self._closed = False
         self._lengths = [None] * (CHANNELS + 1)
         self._layout = _Layout(self.world)
@@ -69,7 +69,7 @@ class Stream:
 def without_streams() -> Iterator[None]:
     """torch.cuda's streams as ``Stream``, for code that runs on CPU tensors."""
     names = dict(Stream=Stream, current_stream=Stream, stream=contextlib.nullcontext, synchronize=lambda *_: None)
-    names["is_current_stream_capturing"] = lambda: False
+    names |= dict(set_stream=lambda _: None, is_current_stream_capturing=lambda: False)
     before = {name: getattr(torch.cuda, name) for name in names}
     try:
         for name, value in names.items():

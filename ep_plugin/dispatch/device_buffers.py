@@ -55,6 +55,7 @@ class Scratch:
         self.buffer = heap.alloc(layout.nbytes, label)
         self.free = torch.zeros(1, dtype=torch.int64, device=heap.device)
         self._parts: dict[str, Tensor] = {}
+        self._peers = {part.name: Peers(self.buffer.ptrs, offset=part.offset) for part in layout}
 
     def local(self, name: str) -> Tensor:
         """The own region's part ``name``."""
@@ -65,7 +66,7 @@ class Scratch:
 
     def peers(self, name: str) -> Peers:
         """Every rank's part ``name``."""
-        return Peers(self.buffer.ptrs, offset=self.layout[name].offset)
+        return self._peers[name]
 
     def claim(self, phase: Phase) -> None:
         """Wait until every owner has read what was there."""
@@ -74,6 +75,10 @@ class Scratch:
     def done(self, phase: Phase) -> None:
         """Say that this rank's region has been read (and that this rank has read its peers')."""
         self.heap.post(channel=self.channel, phase=phase, ticket=self.free)
+
+
+# Bytes on the link that are worth a signal and a kernel of their own, on the way to experts and on the way back.
+PART_THERE, PART_BACK = 32 << 20, 16 << 20
 
 
 def parts_of(nbytes: int, part: int, most: int) -> int:

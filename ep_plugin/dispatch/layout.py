@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,9 @@ class Region:
 
     def __getitem__(self, name: str) -> Part:
         return self._parts[name]
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._parts.values())
 
     def view(self, slot: Tensor, name: str) -> Tensor:
         """The part ``name`` of ``slot`` (uint8), sharing its storage and so its lease."""

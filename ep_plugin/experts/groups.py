@@ -142,7 +142,8 @@ class GroupedMM(Groups):
         else:
             product = _grouped_mm(_aligned(rows), matrices, offs=self.ends)
         if out is None:
-            product[self.valid :].zero_()
+            if self.valid < product.shape[0]:
+                product[self.valid :].zero_()
             return product
         # torch's grouped GEMM takes no output argument: one pass over the valid rows puts them where they are wanted.
         out[: self.valid].copy_(product[: self.valid])

@@ -151,6 +151,8 @@ class DeviceHeap(Heap):
         # Kernels write it, ``check`` reads it.
         self.status = torch.zeros(sync.STATUS_WORDS, dtype=torch.int64).pin_memory()
         self._phases: dict[int, Phase] = {}
+        self._watches: dict[tuple[int, Phase], sync.Watch] = {}  # made once: steps ask for the same again and again
+        self._places: dict[int, Peers] = {}
         self._buffers: list[DeviceBuffer] = []
         self._closed = False
         self._lengths: list[int | None] = [None] * (CHANNELS + 1)  # of records sent and not yet received
@@ -293,16 +295,18 @@ class DeviceHeap(Heap):
         self._signalling.wait(ticket, self._watch(channel, phase))
 
     def _watch(self, channel: int, phase: Phase) -> sync.Watch:
-        first, code = self._layout.counter(channel, 0), self._code(phase)
-        return sync.Watch(
-            arrived=self._words[first : first + self.world],
-            abort=self._words[:1],
-            abort_at=self._at(0),
-            abort_value=self._abort_value(code),
-            status=self.status,
-            timeout_ns=int(self.timeout_s * 1e9),
-            code=code,
-        )
+        if (channel, phase) not in self._watches:
+            first, code = self._layout.counter(channel, 0), self._code(phase)
+            self._watches[channel, phase] = sync.Watch(
+                arrived=self._words[first : first + self.world],
+                abort=self._words[:1],
+                abort_at=self._at(0),
+                abort_value=self._abort_value(code),
+                status=self.status,
+                timeout_ns=int(self.timeout_s * 1e9),
+                code=code,
+            )
+        return self._watches[channel, phase]
 
     def _abort_value(self, code: int) -> int:
         return 1 + self.rank | code << 16
@@ -352,7 +356,9 @@ class DeviceHeap(Heap):
         return out
 
     def _at(self, word: int) -> Peers:
-        return Peers(self._ptrs, offset=word * 8)
+        if word not in self._places:
+            self._places[word] = Peers(self._ptrs, offset=word * 8)
+        return self._places[word]
 
     # Failures
 

@@ -1,0 +1,92 @@
+"""Launches of Triton kernels that cost the host a third of Triton's own.
+
+A training step launches dozens of small kernels, and the host must not be what the GPU waits for. Triton binds,
+specializes and looks up every launch anew, in Python; here a launch is looked up by what Triton specializes on, and
+goes straight to the compiled kernel's launcher (``CompiledKernel.run``). The first launch of each kind is Triton's.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from typing import Any
+
+from torch import Tensor
+
+from .triton_common import INTERPRETED, triton
+
+
+class Kernel:
+    """A Triton kernel, launched like it: ``kernel[grid](*arguments, CONSTANT=...)``.
+
+    Constants and compiler options are passed by name, all else by position. Triton's checks of the globals that a
+    kernel reads, and its hooks before a run, are those of the first launch of a kind."""
+
+    def __init__(self, jit: Any) -> None:
+        self.jit = jit
+        fixed = jit.do_not_specialize
+        self._plain = [i in fixed or name in fixed for i, name in enumerate(jit.arg_names)]
+        self._kinds: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **named: self._launch(grid, arguments, named)
+
+    def kind(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
+        """What decides which compiled kernel serves these arguments, and the arguments as its launcher takes them,
+        tensors as addresses.
+
+        Launches of one kind are alike to Triton: it tells tensors apart by dtype and by whether they start at a
+        multiple of 16 bytes, integers by width and, where it may specialize on them, by being 1 or a multiple of 16.
+        """
+        kind: list[Any] = []
+        values = []
+        for argument, plain in zip(arguments, self._plain, strict=False):
+            if isinstance(argument, Tensor):
+                address = argument.data_ptr()
+                kind.append(argument.dtype)
+                if address & 15:
+                    kind.append("unaligned")
+                values.append(address)
+                continue
+            if argument is None or type(argument) is not int:
+                kind.append(None if argument is None else type(argument))
+            else:
+                wide = not -0x80000000 <= argument <= 0x7FFFFFFF
+                kind.append(wide if plain else (wide, argument == 1, argument & 15 == 0))
+            values.append(argument)
+        return (*kind, *named.items()), values
+
+    def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        driver = triton.runtime.driver.active
+        kind, values = self.kind(arguments, named)
+        device = driver.get_current_device()
+        found = self._kinds.get((device, kind))
+        if found is None:
+            self._first(grid, arguments, named, (device, kind))
+            return
+        compiled, constants = found
+        width, height, depth = (*grid, 1, 1)[:3]
+        stream = driver.get_current_stream(device)
+        enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+        told = None
+        if enter.calls or leave.calls:  # a profiler of Triton's
+            told = compiled.launch_metadata(grid, stream, *values, *constants)
+        else:
+            enter = leave = None
+        compiled.run(
+            width, height, depth, stream, compiled.function, compiled.packed_metadata, told, enter, leave,
+            *values, *constants,
+        )  # fmt: skip
+
+    def _first(self, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any], kind: tuple[Any, ...]) -> None:
+        for name, value in named.items():
+            if isinstance(value, Tensor):
+                raise TypeError(f"{name}: tensors are passed by position")
+        compiled = self.jit[grid](*arguments, **named)
+        if any(isinstance(argument, Tensor) and argument.is_cuda for argument in arguments):
+            rest = self.jit.params[len(arguments) :]
+            self._kinds[kind] = (compiled, tuple(named.get(p.name, p.default) for p in rest))
+
+
+def fast(jit: Any) -> Any:
+    """Decorator of a ``triton.jit`` function that the host launches (not of those that kernels call). Under Triton's
+    interpreter it stays what it is."""
+    return jit if INTERPRETED else Kernel(jit)
