@@ -176,7 +176,7 @@ def fan_out_records(
     )
 
 
-@triton.jit(do_not_specialize=["bound", "begin", "end", "t_max"])
+@triton.jit(do_not_specialize=["bound", "begin", "end", "t_max", "skip_source"])
 def _convert_arrived(
     records,
     routes,
@@ -188,6 +188,7 @@ def _convert_arrived(
     begin,
     end,
     t_max,
+    skip_source,
     K: tl.constexpr,
     D: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -196,8 +197,9 @@ def _convert_arrived(
     blocks: tl.constexpr = (D // 32 + N - 1) // N
     for row in range(tl.program_id(0).to(tl.int64), rows_of(num_rows, bound), tl.num_programs(0)):
         route = tl.load(routes + row)
-        t = route // K % t_max
-        if (route >= 0) & (t >= begin) & (t < end):
+        token = route // K
+        t = token % t_max
+        if (route >= 0) & (t >= begin) & (t < end) & (token // t_max != skip_source):
             record = records + row * (D + D // 32)
             scale = tl.full((), 1, tl.int32)
             if data is not None:
@@ -226,9 +228,11 @@ def convert_arrived(
     scales: Tensor | None = None,
     begin: int = 0,
     end: int | None = None,
+    skip_source: int = -1,
     launch: Launch = ROWS,
 ) -> None:
-    """Decode or rescale, in place of arrival, the rows whose tokens lie in [``begin``, ``end``) at their sources.
+    """Decode or rescale, in place of arrival, the rows whose tokens lie in [``begin``, ``end``) at their sources,
+    ``skip_source`` left out.
 
     ``records`` uint8 [RB, W]; ``routes`` int64 [RB] = (source·``max_tokens`` + t)·``top_k`` + k; ``num_rows`` int64 [1]
     on the device. Outputs as in ``fan_out_records``.
@@ -253,6 +257,7 @@ def convert_arrived(
         begin,
         max_tokens if end is None else end,
         max_tokens,
+        skip_source,
         K=top_k,
         D=width,
         GROUPS=triton.next_power_of_2(width // SIZE),

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_bytes
-from .mxfp8_triton_common import bytes_at, load_float32, magnitude_bits, scale_bytes, store_values, to_elements
+from .mxfp8_triton_common import bytes_at, magnitude_bits, scale_bytes, to_elements
 from .peers import Peers
-from .sync_triton import ChunkSignal, last_signals, part_edge
-from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, tl, triton
+from .sync_triton import ChunkSignal, last_signals, next_tile, part_edge
+from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, tl, triton, widen
 
-PUT = Launch(132, warps=8)  # 16 bytes of a record for each thread, for the whole of a row of 4096 values
+# Few wide programs keep stores that wait for the link out of the way of the rows that stay, which are made beside them.
+# 16 elements for each thread: more would pass through shared memory before they are stored.
+PUT = Launch(32, warps=32, tile=1 << 14)
+WEIGHTED = Launch(132, warps=8)  # each route is quantised anew, so one row at a time, and only for routes that leave
 
 
-@triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "num_tokens", "t_max", "signal_offset"])
+@triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "num_tokens", "skip_rank", "t_max", "signal_offset"])
 def _quantize_put_rows(
     x,
     base,
@@ -32,6 +35,7 @@ def _quantize_put_rows(
     dest_row,
     weights,
     num_tokens,
+    skip_rank,
     t_max,
     arrivals,
     counter,
@@ -42,6 +46,7 @@ def _quantize_put_rows(
     D: tl.constexpr,
     CEIL: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
     N: tl.constexpr,
 ):
     blocks: tl.constexpr = (D // 32 + N - 1) // N
@@ -51,32 +56,80 @@ def _quantize_put_rows(
     for chunk in range(CHUNKS):
         low = tl.minimum(part_edge(t_max, chunk, CHUNKS), num_tokens)
         high = tl.minimum(part_edge(t_max, chunk + 1, CHUNKS), num_tokens)
-        first = low.to(tl.int64) * blocks + tl.program_id(0)
-        for item in range(first, high.to(tl.int64) * blocks, tl.num_programs(0)):
-            t = item // blocks
-            group = (item % blocks) * N + tl.arange(0, N)
-            inside = group < D // 32
-            cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-            values = load_float32(x + t * D, group, inside)
-            scale = scale_bytes(tl.max(magnitude_bits(values), axis=1), CEIL)
-            elements = to_elements(values, scale[:, None])
-            exponents = scale.to(tl.uint8)
-            for k in tl.static_range(K):
-                rank = tl.load(dest_rank + t * K + k)
-                row = tl.load(dest_row + t * K + k).to(tl.int64)
-                if (rank >= 0) & (rank < M) & (row >= 0) & (row < num_rows):
-                    address = peer_address(base, handles, handle_stride, max_handle, offset, rank)
-                    if address != 0:
-                        record = bytes_at(address) + row * (D + D // 32)
-                        if weights is not None:
-                            store_values(record, values * tl.load(weights + t * K + k), group, inside, D, 0, CEIL)
-                        else:
-                            tl.store(record + cols, elements, mask=inside[:, None])
-                            tl.store(record + D + group, exponents, mask=inside)
+        tile = next_tile(arrivals, chunk, -1, CHUNKS)
+        while tile * ROWS < high - low:
+            t = low.to(tl.int64) + tile * ROWS + tl.arange(0, ROWS)
+            for block in tl.static_range(blocks):
+                group = block * N + tl.arange(0, N)[None, :]
+                cols = group[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+                inside = ((t < high)[:, None] & (group < D // 32))[:, :, None]
+                values = widen(tl.load(x + t[:, None, None] * D + cols, mask=inside, other=0.0), tl.float32)
+                scale = scale_bytes(tl.max(magnitude_bits(values), axis=2), CEIL)
+                elements = to_elements(values, scale[:, :, None])
+                for k in tl.static_range(K):
+                    record, wanted = _record_at(
+                        t, k, high, base, handles, handle_stride, max_handle, offset, num_rows, dest_rank, dest_row,
+                        skip_rank, M, K, D,
+                    )  # fmt: skip
+                    if weights is None:
+                        _store(record, wanted, elements, scale, block, D, N)
+                    else:
+                        if tl.max(wanted.to(tl.int32), 0) != 0:
+                            weight = tl.load(weights + t * K + k, mask=t < high, other=0)
+                            product = values * weight[:, None, None]
+                            scale = scale_bytes(tl.max(magnitude_bits(product), axis=2), CEIL)
+                            _store(record, wanted, to_elements(product, scale[:, :, None]), scale, block, D, N)
+            tile = next_tile(arrivals, chunk, tile, CHUNKS)
         if arrivals is not None:
             last = last_signals(arrivals + chunk, tl.num_programs(0), posted + chunk + 1, signal_base, signal_offset, M)
+            if last:
+                tl.store(arrivals + CHUNKS + chunk, 0)
             if last & (chunk == CHUNKS - 1):
                 tl.store(counter, posted + CHUNKS)  # every program has read it
+
+
+@triton.jit
+def _record_at(
+    t,
+    k,
+    high,
+    base,
+    handles,
+    handle_stride,
+    max_handle,
+    offset,
+    num_rows,
+    dest_rank,
+    dest_row,
+    skip_rank,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Where the record of route k of each token ``t`` [ROWS] below ``high`` begins, and whether it is written."""
+    rank = tl.load(dest_rank + t * K + k, mask=t < high, other=-1)
+    row = tl.load(dest_row + t * K + k, mask=t < high, other=-1).to(tl.int64)
+    wanted = (rank >= 0) & (rank < M) & (rank != skip_rank) & (row >= 0) & (row < num_rows)
+    address = peer_address(base, handles, handle_stride, max_handle, offset, tl.where(wanted, rank, 0))
+    return bytes_at(address) + row * (D + D // 32), wanted & (address != 0)
+
+
+@triton.jit
+def _store(record, wanted, elements, scale, block, D: tl.constexpr, N: tl.constexpr):
+    """Part ``block`` of the records at pointers ``record`` [ROWS] that are ``wanted``: uint8 [ROWS, N, 32] and their
+    scales int32 [ROWS, N], four of them in a word where words are aligned: a warp then writes those of 4,096 values at
+    once."""
+    group = block * N + tl.arange(0, N)[None, :]
+    cols = group[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    kept = wanted[:, None] & (group < D // 32)
+    tl.store(record[:, None, None] + cols, elements, mask=kept[:, :, None])
+    if D % 128 == 0 and N % 4 == 0:
+        word = block * (N // 4) + tl.arange(0, N // 4)[None, :]
+        bytes4 = tl.reshape(scale, (scale.shape[0], N // 4, 4)) << (tl.arange(0, 4) * 8)[None, None, :]
+        where = (record + D).to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(where[:, None] + word, tl.sum(bytes4, axis=2), mask=wanted[:, None] & (word < D // 128))
+    else:
+        tl.store(record[:, None] + D + group, scale.to(tl.uint8), mask=kept)
 
 
 def quantize_put_rows(
@@ -88,14 +141,16 @@ def quantize_put_rows(
     rounding: str = "rceil",
     *,
     num_rows: int,
+    skip_rank: int = -1,
     signal: ChunkSignal | None = None,
-    launch: Launch = PUT,
+    launch: Launch | None = None,
 ) -> None:
     """One record per route: ``x`` [T, D] is read once, quantised, and written to every row that its routes name.
 
     ``peers`` uint8 [num_rows, W] on each rank; ``dest_rank``, ``dest_row`` int32 [T, K]. ``weights`` float32 [T, K]:
     each route's record is of x times its weight, the product not rounded before. Equal to ``put_rows_torch`` of
-    ``quantize_torch``. With ``signal`` the tokens move chunk by chunk, each signalled when its last row is on its way.
+    ``quantize_torch``; ``skip_rank`` receives nothing. With ``signal`` the tokens move chunk by chunk, each signalled
+    when its last row is on its way. ``launch``: ``PUT``, or ``WEIGHTED`` with weights.
     """
     require_contiguous(x=x, dest_rank=dest_rank, dest_row=dest_row, weights=weights)
     num_tokens, top_k = dest_rank.shape
@@ -103,9 +158,11 @@ def quantize_put_rows(
         return
     width = x.shape[1]
     record_bytes(width)
+    launch = launch or (PUT if weights is None else WEIGHTED)
     block = launch.columns(width)
-    launch = launch.of_whole_lanes(block, 1)
-    _quantize_put_rows[launch.grid(max(1, num_tokens) * triton.cdiv(width, block))](
+    rows = launch.rows(block, 1, num_tokens)
+    launch = launch.of_whole_lanes(rows * block, 1)
+    _quantize_put_rows[launch.grid(triton.cdiv(max(1, num_tokens), rows))](
         x,
         *peers.arguments,
         num_rows,
@@ -113,6 +170,7 @@ def quantize_put_rows(
         dest_row,
         weights,
         num_tokens,
+        skip_rank,
         num_tokens if signal is None else signal.max_tokens,
         *ChunkSignal.arguments(signal),
         M=peers.world,
@@ -120,6 +178,7 @@ def quantize_put_rows(
         D=width,
         CEIL=rounding == "rceil",
         CHUNKS=1 if signal is None else signal.chunks,
+        ROWS=rows,
         N=block // SIZE,
         **launch.options,
     )

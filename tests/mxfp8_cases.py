@@ -304,6 +304,18 @@ def check_all(device: str, thorough: bool, share: tuple[int, int] = (0, 1)) -> N
 
 def _checks(device: str, thorough: bool) -> Iterator[Callable[[], None]]:
     """The long ones first, neighbours about equally long."""
+    from tests.mxfp8_route_cases import check_routes
+
+    routes = partial(check_routes, device, torch.bfloat16)
+    yield partial(routes, 160)
+    yield partial(routes, 384, weighted=True, block=128)  # scale bytes in words; several rows and blocks of each
+    yield partial(routes, 32, "all stay", "floor", weighted=True)
+    yield partial(routes, 384, "none stays", block=256)
+    yield partial(routes, 96, tokens=(5,))
+    yield partial(routes, 96, tokens=(3, 2, 0, 1), top_k=3)
+    for width in (2880, 4096, 7168) if thorough else ():
+        yield partial(routes, width)
+        yield partial(routes, width, weighted=True)
     for width in (32, 160) if not thorough else (32, 160, 4096):
         yield partial(check_movements, device, torch.bfloat16, width)
     yield partial(check_movements, device, torch.float32, 96)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ep_plugin.kernels import mxfp8_fan_out_triton as fan_out
+from ep_plugin.kernels import mxfp8_own_triton as own_rows
 from ep_plugin.kernels import mxfp8_put_triton as put
 from ep_plugin.kernels import mxfp8_reduce_triton as reduce
 from ep_plugin.kernels import mxfp8_swiglu_triton as swiglu
@@ -23,6 +24,7 @@ from ep_plugin.kernels.mxfp8 import record_bytes, swizzled_rows
 from ep_plugin.kernels.peers import Peers
 
 M, ROWS, BYTE = 2, 64, torch.uint8
+MANY = 256  # tokens of which programs move several at once
 
 
 def variants(
@@ -37,6 +39,7 @@ def variants(
         yield from _codec(width, dtype)
         yield from _fan_out(width, routes, dtype)
         yield from _put(width, routes, dtype)
+        yield from _own(width, routes, dtype)
         yield from _reduce(width, routes, dtype)
         yield from _swiglu(width, dtype)
     if wide:
@@ -60,7 +63,7 @@ def _peers() -> Peers:
 
 
 def _signal() -> sync.ChunkSignal:
-    return sync.ChunkSignal(2, ROWS, _longs(2), Peers(_longs(M), offset=4096), torch.zeros(3, dtype=torch.int32))
+    return sync.ChunkSignal(2, ROWS, _longs(2), Peers(_longs(M), offset=4096), torch.zeros(4, dtype=torch.int32))
 
 
 def _codec(width: int, row: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -105,14 +108,32 @@ def _fan_out(width: int, top_k: int, row: torch.dtype) -> Iterator[tuple[str, Ca
 
 
 def _put(width: int, top_k: int, row: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
-    x, dest = _floats(ROWS, width, dtype=row), torch.zeros((ROWS, top_k), dtype=torch.int32)
-    weights = _floats(ROWS, top_k, dtype=torch.float32)
-    for weight, signal, rounding in itertools.product((None, weights), (None, _signal()), ("rceil", "floor")):
-        call = partial(put.quantize_put_rows, x, _peers(), dest, dest, weight, rounding, num_rows=ROWS, signal=signal)
-        yield f"put {width} weight={weight is not None} signal={signal is not None} {rounding}", call
+    x, dest = _floats(MANY, width, dtype=row), torch.zeros((MANY, top_k), dtype=torch.int32)
+    weights = _floats(MANY, top_k, dtype=torch.float32)
+    ways = (None, MANY), (_signal(), MANY), (_signal(), ROWS)
+    calls = [(weight, *way, "rceil") for weight, way in itertools.product((None, weights), ways)]
+    for weight, signal, t, rounding in (*calls, (weights, None, ROWS, "floor")):
+        call = partial(
+            put.quantize_put_rows,
+            x[:t], _peers(), dest[:t], dest[:t], None if weight is None else weight[:t], rounding,
+            num_rows=ROWS, skip_rank=1, signal=signal,
+        )  # fmt: skip
+        yield f"put {width} weight={weight is not None} signal={signal is not None} tokens={t} {rounding}", call
+    dest = dest[:ROWS]
     words = put.as_words(_bytes(ROWS, record_bytes(width)))
     call = partial(put_triton.put_unique, words, _peers(), dest, ROWS, skip_rank=1, signal=_signal())
     yield f"put unique words {width}", call
+
+
+def _own(width: int, top_k: int, row: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    x, dest = _floats(ROWS, width, dtype=row), torch.zeros((ROWS, top_k), dtype=torch.int32)
+    records, weights = _bytes(ROWS, record_bytes(width)), _floats(ROWS, top_k, dtype=torch.float32)
+    rows = dict(rows=x.clone())
+    data = dict(data=_bytes(ROWS, width), scales=_floats(ROWS, dtype=torch.float32))
+    both = rows | data
+    for weight, out in ((None, {}), (None, rows), (None, data), (None, both), (weights, rows), (weights, both)):
+        call = partial(own_rows.quantize_own_rows, x, records, dest, dest, weight, own_rank=1, **out)
+        yield f"own {width} weight={weight is not None} {list(out)}", call
 
 
 def _reduce(width: int, top_k: int, row: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:

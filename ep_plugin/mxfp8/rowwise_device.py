@@ -2,7 +2,8 @@
 
 Records cross in chunks on the side stream. As a chunk arrives, the caller's stream writes the rows that the GEMM reads
 (decoded, or with one power of two per row) in the pass that puts them in order; no other copy of them is made. In the
-one-row form the kernel that PUTs them quantises them on the way.
+one-row form the kernel that PUTs them quantises them on the way; meanwhile the caller's stream makes the rows that
+stay, from x.
 
 In the one-row form the gradients of the dispatched rows take the place of those rows in the payload slot, from which
 the sources GET them (report, section 5.7). Nobody writes the slot again before every rank has said that its GETs are
@@ -23,13 +24,14 @@ from torch import Tensor
 
 from ..config import LaunchConfig, MXFP8Config
 from ..dispatch.base import Arrived, Rebuild, span
-from ..dispatch.device_buffers import Chunks, Scratch
+from ..dispatch.device_buffers import PART_THERE, Chunks, Scratch, parts_of
 from ..dispatch.layout import Part, Region
 from ..dispatch.rowwise_device import CHANNEL, THERE, DeviceRowwiseDispatcher, DeviceState
 from ..dispatch.tuned import resolve
 from ..heap import Phase
 from ..heap.pool import SlotPool
 from ..kernels import mxfp8_fan_out_triton as fan_out_kernels
+from ..kernels import mxfp8_own_triton as own_kernels
 from ..kernels import mxfp8_put_triton as put_kernels
 from ..kernels import mxfp8_reduce_triton as reduce_kernels
 from ..kernels.fan_out_triton import fan_out, fill_tail
@@ -42,7 +44,6 @@ from .codec import Form, Operand, Received, empty_operand
 from .gemm import ExpertGemm
 from .movements import MXFP8Movements, Wire, Wires
 
-LARGE = 16 << 20  # bytes of a batch from which on it crosses in chunks, unless told otherwise
 WORDS = Launch(132, warps=16)  # a whole record of 4096 values for each program
 
 
@@ -72,6 +73,8 @@ class RecordLaunches:
 
     words: Launch
     put: Launch
+    put_weighted: Launch
+    own: Launch
     fan_out: Launch
     arrived: Launch
     reduce: Launch
@@ -86,8 +89,10 @@ class RecordLaunches:
         return RecordLaunches(
             words=launch(WORDS, config.put),
             put=launch(put_kernels.PUT, config.put),
+            put_weighted=launch(put_kernels.WEIGHTED, config.put),
+            own=launch(own_kernels.OWN, config.fan_out),
             fan_out=launch(fan_out_kernels.FAN_OUT, config.fan_out),
-            arrived=fan_out_kernels.ROWS,
+            arrived=launch(fan_out_kernels.ROWS, config.fan_out),
             reduce=launch(reduce_kernels.REDUCE, config.reduce),
             sum=launch(reduce_kernels.SUM, config.sum),
             get=reduce_kernels.GET,
@@ -152,9 +157,13 @@ class DeviceRowwiseMXFP8(MXFP8Movements, DeviceRowwiseDispatcher):
         super().set_launch(launch)
         self.record_launches = RecordLaunches.of(launch)
         if self.config.form == "route":
-            nbytes = self.max_tokens * self.top_k * self.wires.dispatch.nbytes
-            chunks = min(launch.chunks or (4 if nbytes >= LARGE else 1), self.max_tokens)
-            self.there = Chunks(self.heap, THERE, chunks, self.max_tokens)
+            nbytes = self.max_tokens * self.top_k * self.row_bytes[0]
+            chunks = launch.chunks or parts_of(nbytes, PART_THERE, most=4)
+            self.there = Chunks(self.heap, THERE, min(chunks, self.max_tokens), self.max_tokens)
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        return self.wires.dispatch.nbytes, self.wires.combine.nbytes
 
     def _lease(self, pool: SlotPool, layer: str) -> tuple[int, Tensor]:
         handle, tensor = super()._lease(pool, layer)
@@ -348,18 +357,21 @@ class DeviceRowwiseMXFP8(MXFP8Movements, DeviceRowwiseDispatcher):
             first = self.rank * self.max_tokens * self.top_k
             routes_there = self._payload(handles, "routes")
             put_values(None, routes_there, dest.dest_rank, dest.dest_row, num_rows=bound, first=first)
-        self._sync(phase)
+        told = self.heap.post(channel=CHANNEL, phase=phase)
+        rows = region.view(payload, "rows")
+        made = self._own_routes(x, rows, state, None, (self.gemm.form,))
+        with span("wait"):
+            self.heap.wait(told, channel=CHANNEL, phase=phase)
         routes, by_row = region.view(payload, "routes").clone(), region.view(payload, "weights").clone()
         fill_tail(routes, dest.offsets[-1:], -1)
         fill_tail(by_row, dest.offsets[-1:])
         arrived.route_of_row = routes
-        rows = region.view(payload, "rows")
-        return self._convert(phase, state, rows, routes, (self.gemm.form,)), by_row
+        return self._convert(phase, state, rows, routes, made), by_row
 
     def _put_routes(self, x: Tensor, rows: Peers, state: DeviceMXFP8State, scale: Tensor | None) -> None:
-        """Quantise ``x`` [T, D] (times ``scale`` [T, K]) into every row that a route names, chunk by chunk."""
-        dest = state.map
-        self.there.begin()
+        """Quantise ``x`` [T, D] (times ``scale`` [T, K]) into every row of other ranks that a route names, chunk by
+        chunk."""
+        dest, launches = state.map, self.record_launches
         with self._across():
             put_kernels.quantize_put_rows(
                 x,
@@ -369,15 +381,37 @@ class DeviceRowwiseMXFP8(MXFP8Movements, DeviceRowwiseDispatcher):
                 scale,
                 self.mxfp8.rounding,
                 num_rows=self.max_rows,
+                skip_rank=self.rank,
                 signal=self.there.signal,
-                launch=self.record_launches.put,
+                launch=launches.put if scale is None else launches.put_weighted,
             )
+        self.there.begin()
+
+    def _own_routes(
+        self, x: Tensor, rows: Tensor, state: DeviceMXFP8State, scale: Tensor | None, forms: Iterable[Form]
+    ) -> tuple[Operand, ...]:
+        """The rows that stay here, as records in ``rows`` [RB, W] and in ``forms``, whose other rows are still to be
+        written."""
+        made = self._empty(form for form in forms if form != "records")
+        with span("own"):
+            own_kernels.quantize_own_rows(
+                x,
+                rows,
+                state.map.dest_rank,
+                state.map.dest_row,
+                scale,
+                self.mxfp8.rounding,
+                own_rank=self.rank,
+                launch=self.record_launches.own,
+                **_outputs(made),
+            )
+        return made
 
     def _convert(
-        self, phase: Phase, state: DeviceMXFP8State, rows: Tensor, routes: Tensor, forms: Iterable[Form]
+        self, phase: Phase, state: DeviceMXFP8State, rows: Tensor, routes: Tensor, made: tuple[Operand, ...]
     ) -> Received:
-        """Records [RB, W] that arrive, also in ``forms``, each chunk as it comes; after it all of them are here."""
-        made = self._empty(form for form in forms if form != "records")
+        """Other ranks' records in ``rows`` [RB, W], also as ``made``, each chunk as it comes; after it all of them are
+        here."""
         with span("convert"):
             for begin, end in self.there.arrived(phase):
                 if made:
@@ -389,6 +423,7 @@ class DeviceRowwiseMXFP8(MXFP8Movements, DeviceRowwiseDispatcher):
                         max_tokens=self.max_tokens,
                         begin=begin,
                         end=end,
+                        skip_source=self.rank,
                         launch=self.record_launches.arrived,
                         **_outputs(made),
                     )
@@ -443,7 +478,8 @@ class DeviceRowwiseMXFP8(MXFP8Movements, DeviceRowwiseDispatcher):
             scale = None if scale is None else scale.contiguous()
             self._put_routes(grad, self._slots(self.grad_pool, handles[:, 0], 0), state, scale)
             rows = slot[: self.max_rows * wire.nbytes].view(self.max_rows, wire.width)
-            return self._convert(phase, state, rows, state.routes, forms)
+            made = self._own_routes(grad, rows, state, scale, forms)
+            return self._convert(phase, state, rows, state.routes, made)
         assert state.local_rows is not None and scale is None
         records = wire.encode(grad)
         self.grads.claim(phase)  # not on the side stream, where local work would start before the PUT
