@@ -308,9 +308,10 @@ def _checks(device: str, thorough: bool) -> Iterator[Callable[[], None]]:
 
     routes = partial(check_routes, device, torch.bfloat16)
     yield partial(routes, 160)
-    yield partial(routes, 384, weighted=True, block=128)  # scale bytes in words; several rows and blocks of each
-    yield partial(routes, 32, "all stay", "floor", weighted=True)
-    yield partial(routes, 384, "none stays", block=256)
+    # Scale bytes in words; several rows, blocks of columns and tiles of each program.
+    yield partial(routes, 384, rounding="floor", tokens=(9, 0, 4), weighted=True, block=128)
+    yield partial(routes, 384, "none stays", rounding="floor", tokens=(9, 0, 4), block=256)
+    yield partial(routes, 32, "all stay", weighted=True)
     yield partial(routes, 96, tokens=(5,))
     yield partial(routes, 96, tokens=(3, 2, 0, 1), top_k=3)
     for width in (2880, 4096, 7168) if thorough else ():
