@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -26,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,7 @@ GRACE_SECONDS = 5.0  # what the other ranks get to notice that one has failed
 START_SECONDS = 120.0  # importing torch in several processes at once on a busy machine
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 server = multiprocessing.get_context("forkserver")
-# Nothing that imports triton, which decides then whether it interprets.
-server.set_forkserver_preload(["pytest", "torch.distributed", "ep_plugin.heap.shm", "tests.moe", "tests.dist"])
+server.set_forkserver_preload(["tests.preload", "tests.dist"])
 
 
 def join_group(rank: int, world: int, store: str, timeout: float) -> None:
@@ -70,6 +71,8 @@ def _work(conn: Connection, stacks: str, environment: dict[str, str]) -> None:
     """A worker's life; without the destructors of a whole interpreter, which take seconds once torch is used."""
     os.environ.clear()
     os.environ.update(environment)
+    if environment.get("TRITON_INTERPRET") == "1":
+        import_module("tests.interpreter")
     _do_tasks(conn, stacks)
     for child in multiprocessing.active_children():  # Megatron's writer leaves some, which would stay for ever
         child.kill()
@@ -107,6 +110,8 @@ def _do_tasks(conn: Connection, stacks: str) -> None:
         if step == "join":
             return  # torch has counted the group that failed; it would look for the next one under a name of its own
         leave_group(in_step=step == "done")
+        gc.collect()
+        gc.freeze()  # what is imported by now need not be looked at in every collection of the tasks to come
         os.environ.clear()
         os.environ.update(environment)
         conn.send_bytes(pickle.dumps(("idle", None)))
