@@ -107,12 +107,12 @@ def test_the_comparison_sees_what_it_must():
     setting = replace(case.setting, ep=2, dtype="float64", policy="dropless", weight_at="hidden")
     case = replace(case, setting=setting, weight_dtype="float64")
     want = case.oracle(0)[0]
-    assert differences(case, want, want) == []
+    assert differences(case, want, want, 0, 0) == []
 
     def changed(position: int, tensor: torch.Tensor) -> list[str]:
         got = list(want)
         got[position] = tensor
-        return differences(case, got, want)
+        return differences(case, got, want, 0, 0)
 
     assert "out: error" in changed(0, want[0] + 1e-6)[0]
     assert "nan" in changed(1, want[1] * float("nan"))[0]
@@ -121,6 +121,21 @@ def test_the_comparison_sees_what_it_must():
     empty = want[1].clone()
     want[1] = torch.zeros_like(want[1])
     assert "not 0" in " ".join(changed(1, empty * 1e-12))
+
+
+def test_a_router_gradient_may_be_as_far_off_as_its_arithmetic():
+    """Fault: terms that cancel are taken for a fault of the transport, or anything passes once they may."""
+    setting = Setting(
+        ep=2, etp=1, path="block", weight_at="output", policy="dropless", factor=2.0, schedule="none", waves=2,
+        by="expert", dtype="bfloat16", local_experts=4, top_k=4, hidden=64, width=32,
+    )  # fmt: skip
+    case = Case(setting, (1, 0), "few", "bfloat16", "int64", False, seed=476538187313)
+    want, rounded = case.oracle(0)[0], case.oracle(0, torch.bfloat16)[0]
+    got = [tensor.to(torch.bfloat16) for tensor in rounded]
+    assert float((got[2] - want[2]).abs().max()) > 0.0756, "a case in which nothing cancels shows nothing"
+    assert differences(case, got, want, 0, 0) == []
+    got[2] = torch.where(want[2] == 0, 0, got[2] + 0.5)
+    assert differences(case, got, want, 0, 0)[0].startswith("dweight: error")
 
 
 def test_smaller_cases_are_smaller_and_end():

@@ -170,7 +170,7 @@ class Fuzzer:
                         self._delay()
                         got = step(case, number, rank, dispatcher, experts, self.device)
                         dispatcher.check()
-                        wrong = differences(case, got, wanted[i][number][rank])
+                        wrong = differences(case, got, wanted[i][number][rank], number, rank)
                     except Exception as error:
                         broken, wrong = True, [f"{type(error).__name__}: {error}"]
                     if wrong and failed is None:

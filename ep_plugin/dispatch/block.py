@@ -147,10 +147,9 @@ class BlockDispatcher(Dispatcher[BlockState]):
             rows = self.fan_out(state, x, None)
         rows = self._to_experts(state, rows)
         weights = topk_weight.to(accumulation_dtype(x.dtype)).reshape(-1, 1)[routes]
-        max_tokens = int(state.map.tokens.max())
-        ids = (routes + self.rank * max_tokens * self.top_k).unsqueeze(
-            1
-        )  # t·K+k of this source as (source·T_max + t)·K + k
+        # t·K+k of this source as (source·T_max + t)·K + k. Nothing here may wait for the device, which waits for peers:
+        # `settle` alone does, with a time-out.
+        ids = (routes + self.rank * self.top_k * state.map.tokens.max()).unsqueeze(1)
         meta = self._to_experts(state, torch.cat([ids.view(torch.uint8), weights.view(torch.uint8)], 1))
         # Flat: contiguous() keeps the stride of a dimension of size 0 or 1, which no wider dtype may divide.
         arrived.route_of_row = meta[:, :8].reshape(-1).view(torch.int64)

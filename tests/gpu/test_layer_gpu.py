@@ -319,6 +319,32 @@ def test_no_host_sync_between_router_and_combine(heap: Heap, ranks: Ranks, form:
     dispatcher.close()
 
 
+@pytest.mark.parametrize("weight_at", ["hidden", "output", "source"])
+def test_block_waits_for_the_device_in_plan_alone(ranks: Ranks, weight_at: str) -> None:
+    """A look at the device behind an exchange: the host would wait there for a dead peer, without a time-out."""
+    rank, world, device = ranks
+    dispatcher = build_dispatcher(
+        EPConfig(dispatcher="block", weight_at=weight_at), num_experts=E, top_k=K, hidden_size=D,
+        dtype=torch.bfloat16, device=device,
+    )  # fmt: skip
+    mlp, step = experts(rank, world, device), steps(rank, world, device, 1)[0]
+    want = run(dispatcher, mlp, step, rank)
+    state = dispatcher.plan(step.idxs[rank], layer="layer")
+    x, w = step.xs[rank].clone().requires_grad_(), step.ws[rank].clone().requires_grad_()
+    mlp.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        dispatched = dispatcher.dispatch(state, x, w)
+        y = mlp(dispatched, weight_at)
+        out = dispatcher.combine(state, y, {"output": dispatched.weights, "source": w}.get(weight_at))
+        out.backward(step.grads[rank])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, want[0]) and x.grad is not None and torch.equal(x.grad, want[1])
+    dispatcher.check()
+    dispatcher.close()
+
+
 @pytest.mark.parametrize("form", ["dedup", "route"])
 def test_cuda_graph_of_the_whole_layer(heap: Heap, ranks: Ranks, form: str) -> None:
     """Captured once, replayed 200 times with other tokens and routes: every replay equals the eager step."""
