@@ -1,4 +1,5 @@
-"""A rank of two killed or stopped in every phase of a step on GPUs: ``python tests/gpu/faults.py [killed|stopped]``.
+"""A rank of two killed or stopped in every phase of a step on GPUs: ``python tests/gpu/faults.py killed|stopped
+[PATH]``, PATH one of dedup, route, block.
 
 Starts two ranks for each path and phase, strikes the last in layer 1, and checks that the other ends by itself with an
 error that names the rank and a layer and phase, within one time-out for the whole model. Not a pytest test under
@@ -100,10 +101,10 @@ def run(path: str, phase: str, how: str) -> tuple[list[subprocess.Popen[str]], s
 
 
 def main() -> int:
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 3:
         rank_main(int(sys.argv[1]), *sys.argv[2:])
     how = sys.argv[1] if len(sys.argv) > 1 else "killed"
-    cases = [(path, phase) for path in PATHS for phase in PHASES]
+    cases = [(path, phase) for path in sys.argv[2:] or PATHS for phase in PHASES]
     found, started = [], time.monotonic()
     for first in range(0, len(cases), AT_ONCE):
         batch = [(case, *run(*case, how)) for case in cases[first : first + AT_ONCE]]
