@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m ep_plugin.launch experiment=demo
 
 test: $(READY) $(MEGATRON_LATEST)/.ready $(TRANSFORMERS_4)/.ready
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -83,7 +83,7 @@ def struck_rank(rank: int, world: int, path: str, phase: str, how: signal.Signal
 
 def named_by_all(exits: list[Exit], phase: str, words: str, within: float) -> None:
     """Every other rank's error names the bad rank, the layer and the phase, and came ``within`` seconds."""
-    shm = [name for name in os.listdir("/dev/shm") if "ep" in name]
+    shm = [name for name in os.listdir("/dev/shm") if name.startswith("ep")]
     assert not shm, shm
     for rank in range(WORLD):
         if rank == BAD:

@@ -26,7 +26,7 @@ def memory() -> tuple[int, int, int]:
         if "memfd:ep-" in line:
             start, end = (int(address, 16) for address in line.split()[0].split("-"))
             mapped += end - start
-    named = sum(p.stat().st_size for p in Path("/dev/shm").iterdir() if p.is_file() and "ep" in p.name)
+    named = sum(p.stat().st_size for p in Path("/dev/shm").iterdir() if p.is_file() and p.name.startswith("ep"))
     return resident - shared, mapped, named
 
 
