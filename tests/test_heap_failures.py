@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ep_plugin.heap import HeapAborted, HeapTimeout, PeerDied, Phase, open_heap, region
 from tests import heap_contract as contract
 from tests.dist import run_fresh
+from tests.forked import run_forked
 
 PHASE = Phase("dispatch", "layers.3")
 LONG = 60.0  # a bound that a test which waits it out would notice
@@ -66,14 +67,14 @@ def die(rank, world, where):
         else:
             heap.barrier(PHASE)
     except (PeerDied, HeapAborted) as error:
-        print(f"{type(error).__name__} after {time.monotonic() - start:.3f} s: {error}")
+        print(f"{type(error).__name__} after {time.monotonic() - start:.3f} s: {error}", flush=True)
         os._exit(3)
 
 
 @pytest.mark.parametrize("where", ["barrier", "alloc"])
 def test_a_killed_peer_is_named_at_once(where):
     """Catches peers that wait out the whole time-out, or hang, for a rank that was killed."""
-    exits = run_fresh(die, 3, where)
+    exits = run_forked(die, 3, where)
     assert [exit.code for exit in exits] == [3, 3, -signal.SIGKILL], exits
     phase = {"barrier": "dispatch of layers.3", "alloc": "alloc of buffer 'rows'"}[where]
     texts = [exit.stdout for exit in exits[:2]]
@@ -90,7 +91,7 @@ def die_while_opening(rank, world):
 
 def test_a_peer_killed_while_the_heap_opens():
     """Catches ranks left in the rendezvous of a heap that one of them will never join."""
-    exits = run_fresh(die_while_opening, 3)
+    exits = run_forked(die_while_opening, 3)
     assert [exit.code for exit in exits] == [1, 1, -signal.SIGKILL], exits
     for exit in exits[:2]:
         assert "in alloc of buffer 'control': waited in vain for rank 2 (pid" in exit.stderr, exit
