@@ -8,6 +8,7 @@ W = D + D/32 bytes of a record.
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_width
 from .mxfp8_triton import row_scale, rows_of
@@ -36,6 +37,7 @@ def _converted(record, group, scale, rows, data, D: tl.constexpr):
     return plain, elements
 
 
+@fast
 @triton.jit(do_not_specialize=[*RANGE_INTEGERS, "bound", "own_rank", "own_tokens"])
 def _fan_out_records(
     stage,
@@ -176,6 +178,7 @@ def fan_out_records(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["bound", "begin", "end", "t_max", "skip_source"])
 def _convert_arrived(
     records,

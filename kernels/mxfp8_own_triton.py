@@ -8,9 +8,10 @@ Legend: T tokens, K routes per token, RB expert rows, D row width, W = D + D/32 
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_width
-from .mxfp8_triton_common import load_float32, magnitude_bits, power_of_two, scale_bytes, to_elements, to_values
+from .mxfp8_triton_common import load_float32, magnitude_bits, power_of_two, round_to_elements, scale_bytes, to_elements
 from .triton_common import Launch, narrow, require_contiguous, tl, triton
 
 OWN = Launch(1056, warps=32)  # at most so many warps: 16 values for each thread
@@ -22,7 +23,7 @@ def _forms(values, rows, data, CEIL: tl.constexpr):
     not wanted is not made."""
     scale = scale_bytes(tl.max(magnitude_bits(values), axis=1), CEIL)
     elements = to_elements(values, scale[:, None])
-    decoded = to_values(elements, scale[:, None])
+    decoded = round_to_elements(values, scale[:, None])
     largest = tl.maximum(tl.max(scale, axis=0), 1)
     plain = decoded
     rescaled = elements
@@ -52,6 +53,7 @@ def _write(row, made, records, rows, data, scales, D: tl.constexpr, N: tl.conste
             tl.store(scales + row, row_scale)
 
 
+@fast
 @triton.jit(do_not_specialize=["bound", "num_tokens", "own_rank"])
 def _quantize_own_rows(
     x,

@@ -8,6 +8,7 @@ D/32 bytes of a record, T_max tokens of a stripe. Tiles are [N blocks, 32].
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_bytes, record_width
 from .mxfp8_triton_common import (
@@ -49,6 +50,7 @@ def _weighted_row(y, row, valid, group, weights, D: tl.constexpr):
     return value
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, *RANGE_INTEGERS, "bound", "rank", "signal_offset"])
 def _pre_reduce_put_records(
     y,
@@ -175,6 +177,7 @@ def _once_quantised(values, CEIL: tl.constexpr):
     return to_values(to_elements(values, scale), scale)
 
 
+@fast
 @triton.jit(do_not_specialize=["t_max", "begin", "end", "own_rank", "bound"])
 def _sum_partial_records(
     partials,
@@ -272,6 +275,7 @@ def sum_partial_records(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "begin", "end"])
 def _get_reduce_records(
     base,

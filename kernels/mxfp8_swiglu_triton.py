@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import mxfp8_swiglu as constants
+from .fast_launch import fast
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_bytes
 from .mxfp8_triton import check_record, rows_of
@@ -73,6 +74,7 @@ def _hidden(up, weight, group, inside, F: tl.constexpr):
     return gate * _sigmoid(gate) * linear * weight
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _swiglu(
     up,
@@ -184,6 +186,7 @@ def _gradients(saved, dhidden, weight, group, inside, F: tl.constexpr):
     return swish * linear, dgate, weighted * swish, grad
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _swiglu_backward(
     saved,

@@ -9,6 +9,7 @@ otherwise R = RB.
 
 from torch import Tensor
 
+from .fast_launch import fast
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_bytes, record_width
 from .mxfp8_triton_common import (
@@ -37,6 +38,7 @@ def rows_of(num_rows, bound):
     return rows
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _quantize(x, records, row_weight, num_rows, bound, D: tl.constexpr, CEIL: tl.constexpr, N: tl.constexpr):
     blocks: tl.constexpr = (D // 32 + N - 1) // N
@@ -72,6 +74,7 @@ def quantize(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _dequantize(records, out, num_rows, bound, D: tl.constexpr, N: tl.constexpr):
     blocks: tl.constexpr = (D // 32 + N - 1) // N
@@ -97,6 +100,7 @@ def dequantize(records: Tensor, out: Tensor, *, num_rows: Tensor | None = None, 
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _quantize_rowwise(x, data, scales, num_rows, bound, D: tl.constexpr, CEIL: tl.constexpr, N: tl.constexpr):
     blocks: tl.constexpr = (D // 32 + N - 1) // N
@@ -145,6 +149,7 @@ def row_scale(record, D: tl.constexpr, GROUPS: tl.constexpr):
     return tl.maximum(tl.max(scale, axis=0), 1)
 
 
+@fast
 @triton.jit(do_not_specialize=["bound"])
 def _rescale(records, data, scales, num_rows, bound, D: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr):
     blocks: tl.constexpr = (D // 32 + N - 1) // N
@@ -176,6 +181,7 @@ def rescale(
     )
 
 
+@fast
 @triton.jit(do_not_specialize=["stride", "bound", "tiles", "groups"])
 def _swizzle(scales, offsets, out, stride, bound, tiles, groups, C: tl.constexpr):
     """One program, one tile of 128 rows × 4 blocks at a time."""

@@ -70,6 +70,20 @@ def to_values(data, scale):
 
 
 @triton.jit
+def round_to_elements(values, scale):
+    """``to_values(to_elements(values, scale), scale)`` in integers. The ptxas of CUDA 12.8 joins two of the first cast's
+    instructions where their results are stored together, and then decodes one of the halves before it is there."""
+    inverse = tl.where(scale < 254, (254 - scale) << 23, tl.where(scale == 254, 0x400000, 0x7FC00000))
+    bits = (values * inverse.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = tl.minimum((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & ~0xFFFFF, 0x43E00000)  # 448
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0) - 16384.0  # of which the last bit is 2^-9
+    rounded = tl.where(magnitude < 0x3C800000, small.to(tl.int32, bitcast=True), normal)
+    rounded = tl.where(magnitude > 0x7F800000, 0x7FC00000, rounded) | (bits ^ magnitude)
+    return rounded.to(tl.float32, bitcast=True) * power_of_two(scale)
+
+
+@triton.jit
 def load_blocks(record, group, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """Blocks ``group`` [n] of ``COUNT`` values from column ``FIRST`` of the record of ``WIDTH`` values at ``record``.
 

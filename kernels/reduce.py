@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .peers import MAX_PEERS
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 rows, else float32."""
@@ -116,6 +118,16 @@ def sum_routes_torch(
             w = None if weights is None else weights.index_select(0, t)
             _add_rows(total, t, partial_sums_torch(rows, here.index_select(0, t), w).to(total.dtype))
     return total.to(rows.dtype)
+
+
+def sum_routes(rows: Tensor, index: Tensor, dest_rank: Tensor, world: int, weights: Tensor | None = None) -> Tensor:
+    """``sum_routes_torch``; on GPUs as one kernel, bit-equal, that the host does not wait for (groups of at most
+    ``MAX_PEERS`` ranks)."""
+    if not rows.is_cuda or world > MAX_PEERS:
+        return sum_routes_torch(rows, index, dest_rank, world, weights)
+    from .reduce_triton import sum_routes_triton
+
+    return sum_routes_triton(rows, index, dest_rank, world, weights)
 
 
 def get_reduce_torch(

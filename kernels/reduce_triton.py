@@ -9,6 +9,7 @@ token are under way at once. That changes no bit: a sum that starts from +0.0 is
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import torch
 from torch import Tensor
 
 from .fast_launch import fast
@@ -367,3 +368,18 @@ def get_reduce(
         BLOCK=block,
         **launch.options,
     )
+
+
+def sum_routes_triton(
+    rows: Tensor, index: Tensor, dest_rank: Tensor, world: int, weights: Tensor | None = None
+) -> Tensor:
+    """As ``sum_routes_torch``: every rank's rows are pulled from this one tensor."""
+    rows = rows.contiguous()
+    if rows.data_ptr() % 16:  # kernels move 16 bytes at a time
+        rows = rows.clone()
+    out = rows.new_empty((index.shape[0], rows.shape[1]))
+    base = torch.full((world,), rows.data_ptr(), dtype=torch.int64, device=rows.device)  # no copy from the host
+    weights = None if weights is None else weights.to(accumulation_dtype(rows.dtype)).contiguous()
+    places = dest_rank.contiguous(), index.to(torch.int32).contiguous()
+    get_reduce(Peers(base), *places, weights, out, num_rows=rows.shape[0])
+    return out

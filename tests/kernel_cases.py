@@ -32,6 +32,7 @@ from ep_plugin.kernels.reduce import (
     pre_reduce_put_torch,
     put_scalars_torch,
     sum_partials_torch,
+    sum_routes_torch,
     take_scalars_torch,
 )
 from ep_plugin.kernels.sync_triton import ChunkSignal
@@ -370,6 +371,10 @@ def check_sums(case: Case, rank: int, memory: Memory, want: dict[str, list[Tenso
     )  # fmt: skip
     same_bits(out, get_reduce_torch(want["y"], m.dest_rank, m.dest_row, weights), what + ", pulled sum")
     same_bits(gathered, get_rows_torch(want["y"], m.dest_rank, m.dest_row), what + ", pulled rows")
+    sent = torch.cat([empty(1, shape.width), gathered.flatten(0, 1)])[1:]  # which starts where it happens to
+    index = torch.arange(sent.shape[0], device=sent.device).view_as(m.dest_rank)
+    routes = torch.where(m.dest_rank >= 0, index, -1), m.dest_rank, len(want["y"]), weights
+    same_bits(reduce_triton.sum_routes_triton(sent, *routes), sum_routes_torch(sent, *routes), what + ", sum of routes")
 
     got = empty(num_tokens, shape.top_k, dtype=shape.acc)
     scalars_triton.get_values(memory.peers("scale"), m.dest_rank, m.dest_row, got, num_rows=case.bound)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..heap import HeapAborted, HeapClosed, HeapTimeout, Phase
 from ..kernels.fan_out import fan_out_torch
-from ..kernels.reduce import accumulation_dtype, sum_routes_torch
+from ..kernels.reduce import accumulation_dtype, sum_routes
 from ..routing import RouteMap, build_route_map, count_routes
 from ..watch import GroupWatch
 from .base import Arrived, Dispatcher, RouteState, span
@@ -93,6 +93,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
 
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> BlockState:
         with self.guard("plan", layer):
+            self.watch.settle()  # what follows copies to the device, for which the host waits without a time-out
             self.check_routes(topk_idx)
             counts = count_routes(topk_idx, self.num_experts)
             own = torch.cat([counts.new_tensor([topk_idx.shape[0]]), counts])
@@ -173,7 +174,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
 
     def merge(self, state: BlockState, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Sum rows in send order [N, D] into tokens [T, D], weighted by ``weights`` [T, K] where given."""
-        return sum_routes_torch(rows, self._sent_row(state), state.map.dest_rank, self.world, weights)
+        return sum_routes(rows, self._sent_row(state), state.map.dest_rank, self.world, weights)
 
     def send_grad(self, state: BlockState, grad: Tensor, scale: Tensor | None) -> Tensor:
         scale = None if scale is None else scale.reshape(-1)[state.send_routes]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.fan_out import fan_out_torch, row_routes_torch
-from ..kernels.reduce import accumulation_dtype, sum_routes_torch
+from ..kernels.reduce import accumulation_dtype, sum_routes
 from ..routing import build_route_map, count_routes
 from .base import Arrived, Dispatcher, RouteState
 
@@ -38,7 +38,7 @@ class LocalDispatcher(Dispatcher[RouteState]):
         elif weights is not None:
             weights = weights.to(accumulation_dtype(y.dtype))
         dest = state.map
-        out = sum_routes_torch(y, dest.dest_row, dest.dest_rank, 1, weights)
+        out = sum_routes(y, dest.dest_row, dest.dest_rank, 1, weights)
         return out, self._by_route(state, y) if keep else None
 
     def send_grad(self, state: RouteState, grad: Tensor, scale: Tensor | None) -> Tensor:
@@ -49,7 +49,7 @@ class LocalDispatcher(Dispatcher[RouteState]):
         self, state: RouteState, grad_rows: Tensor | None, grad_weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         dest = state.map
-        grad_x = None if grad_rows is None else sum_routes_torch(grad_rows, dest.dest_row, dest.dest_rank, 1)
+        grad_x = None if grad_rows is None else sum_routes(grad_rows, dest.dest_row, dest.dest_rank, 1)
         return grad_x, None if grad_weights is None else self._by_route(state, grad_weights)
 
     def stats(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ..dispatch.local import LocalDispatcher
 from ..heap import Heap
 from ..kernels.fan_out import fan_out_torch
 from ..kernels.mxfp8_reduce import get_reduce_records_torch
-from ..kernels.reduce import sum_routes_torch
+from ..kernels.reduce import sum_routes
 from .deepep import DeepEPMXFP8
 from .gemm import choose_gemm
 from .movements import MXFP8Movements, Wire, Wires
@@ -39,10 +39,10 @@ MovementsT = TypeVar("MovementsT", bound=MXFP8Movements)
 
 
 def _sum_routes(rows: Tensor, index: Tensor, state: RouteState, world: int, w: Tensor | None, wire: Wire) -> Tensor:
-    """``sum_routes_torch`` of rows that came back as ``wire`` says; ``index`` [T, K]: the row of each route."""
+    """``sum_routes`` of rows that came back as ``wire`` says; ``index`` [T, K]: the row of each route."""
     if wire.records:
         return get_reduce_records_torch([rows] * world, state.map.dest_rank, index, w, wire.plain)
-    return sum_routes_torch(rows, index, state.map.dest_rank, world, w)
+    return sum_routes(rows, index, state.map.dest_rank, world, w)
 
 
 class LocalMXFP8(MXFP8Movements, LocalDispatcher):
