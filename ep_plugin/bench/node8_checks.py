@@ -97,5 +97,5 @@ def _compare(case: Case, dispatcher: Dispatcher[Any], groups: ProcessGroups, dev
         got[i] = total.to(got[i].dtype)
         want[i] = torch.stack([oracle[ep_rank][i] for oracle in oracles]).sum(0)
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, differences(case, got, want))
+    dist.all_gather_object(everyone, differences(case, got, want, number, ep_rank))
     return [f"{case.routes} routes, rank {r}: {line}" for r, lines in enumerate(everyone) for line in lines]
