@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..dispatch import Dispatched, Dispatcher, build_dispatcher
 from ..heap import Heap, open_heap
+from ..job import join
 from ..topology import layout
 from .fuzz_case import Case, Setting, differences, draw_case, draw_setting, step
 
@@ -311,14 +312,9 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if "RANK" not in os.environ:
         return _start(args.world, argv)
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
+    device = join(args.device)
+    if device.type == "cpu":
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
     fuzzer = Fuzzer(device, heap=args.heap, delays=args.delays, plant=args.plant, workers=args.workers)
     if args.replay is not None:
         failure = fuzzer.replay(Case.from_json(args.replay))

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from ..adapters.huggingface import PatchedModel, patch_model
 from ..config import CapacityConfig, EPConfig
+from ..job import join
 from ..topology import ProcessGroups, layout
 
 WAYS = ("none", "local", "block", "rowwise", "rowwise:route")
@@ -125,14 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run under torchrun; rank 0 prints one line a way and writes the JSON."""
     args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     began = time.perf_counter()
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(args.device, local) if args.device == "cuda" else torch.device("cpu")
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
+    device = join(args.device)
+    if device.type == "cpu":
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
     shape = Shape() if args.device == "cuda" else Shape(64, 32, 8, 2, 4, 2, 16, 512)
     layers = args.layers or _layers(shape, args.tokens, device)
     groups = ProcessGroups.create(layout(dist.get_world_size(), ep=dist.get_world_size()))

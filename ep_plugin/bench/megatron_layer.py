@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from torch import Tensor
 
 from ..config import CapacityConfig, EPConfig
 from ..dispatch.spans import span
+from ..job import join
 from .spans import ON_DEVICE, Trace, mean_over_ranks, read_spans, record, union_of
 from .timing import SPIN_CYCLES, measure, measure_host
 
@@ -59,11 +59,7 @@ WAYS: dict[str, tuple[EPConfig | None, str]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run under torchrun; rank 0 prints one line a way, and the whole result as JSON."""
     args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    result = run(args, device)
+    result = run(args, join("cuda"))
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
         if args.json is not None:

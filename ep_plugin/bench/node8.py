@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ..dispatch import deepep_preflight
+from ..job import join
 from ..topology import ProcessGroups, layout
 from . import dispatch, layer
 from .__main__ import parse as parse_bench
@@ -281,14 +282,9 @@ def main(argv: list[str] | None = None) -> int:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.world)]
         environment = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", **os.environ}
         return subprocess.call([sys.executable, *command, "-m", "ep_plugin.bench.node8", *argv], env=environment)
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=STUCK)
-    else:
-        device = torch.device("cpu")
+    device = join(args.device, timeout=STUCK)
+    if device.type == "cpu":
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=STUCK)
     status = Session(args, device, began).run()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..job import join
 from . import dispatch, fan_out, layer, mxfp8, step, tune, waves
 from .plots import plot_phases
 
@@ -25,14 +26,9 @@ COMMANDS = {
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Under torchrun: the figures on rank 0, None elsewhere."""
-    if args.device == "cuda":
-        device = torch.device("cuda", dist.get_node_local_rank())
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
+    device = join(args.device)
+    if device.type == "cpu":
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
     result = COMMANDS[args.command](args, device)
     rank = dist.get_rank()
     if args.command in ("dispatch", "layer") and args.plot is not None and rank == 0:

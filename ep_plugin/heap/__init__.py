@@ -21,6 +21,7 @@ from ep_plugin.heap.base import (
     Ticket,
 )
 from ep_plugin.heap.pool import Slot, SlotPool
+from ep_plugin.job import shares_gpus
 
 __all__ = [
     "CHANNELS",
@@ -89,6 +90,8 @@ def _choose(device: torch.device) -> tuple[str, str]:
     """The backend for ``device``, and why."""
     if device.type == "cpu":
         return "shm", "shared memory of CPU processes on this host"
+    if shares_gpus():
+        return "torch", "ranks share GPUs"
     if importlib.util.find_spec("nvshmem") is None:
         return "torch", "nvshmem4py is not installed"
     from ep_plugin.heap import nvshmem

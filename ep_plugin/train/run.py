@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from ..job import gpu_backend
 from ..metrics import MetricsLog
 from ..topology import Layout
 from .compare import compare, enforce
@@ -61,14 +62,16 @@ def run_launch(
 
 
 def _join(cluster: ClusterConfig, device: torch.device, rank: int, world: int, *, env: bool) -> None:
-    backend = ("nccl" if device.type == "cuda" else "gloo") if cluster.backend == "auto" else cluster.backend
+    backend = cluster.backend
+    if backend == "auto":
+        backend = gpu_backend() if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         store=None if env else dist.TCPStore("127.0.0.1", 0, 1, is_master=True),
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=cluster.timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ep_plugin.heap import open_heap
 from ep_plugin.heap.base import Heap
+from ep_plugin.job import join, shares_gpus
 
 # NVLink multicast stays off: none of the transports here uses it.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -24,15 +25,13 @@ os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[tuple[int, int, torch.device]]:
-    """(rank, world, device) of a job with one GPU per rank, torch.distributed initialised."""
+    """(rank, world, device) of a job with one GPU per rank (or EP_PLUGIN_SHARE_GPUS), torch.distributed initialised."""
     if "RANK" not in os.environ:
         pytest.skip("needs torchrun --nproc-per-node N -m pytest tests/gpu")
-    local = int(os.environ["LOCAL_RANK"])
-    if torch.cuda.device_count() <= local:
-        pytest.skip(f"rank {local} of this host has no GPU ({torch.cuda.device_count()} GPUs)")
-    torch.cuda.set_device(local)
-    device = torch.device("cuda", local)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
+    try:
+        device = join("cuda", timeout=datetime.timedelta(seconds=120))
+    except ValueError as error:  # fewer GPUs than ranks
+        pytest.skip(str(error))
     dist.barrier()
     yield dist.get_rank(), dist.get_world_size(), device
     dist.destroy_process_group()
@@ -50,6 +49,8 @@ def heap(request: pytest.FixtureRequest, ranks: tuple[int, int, torch.device]) -
     name, _, transport = request.param.partition(" ")
     if name == "nvshmem":
         pytest.importorskip("nvshmem.core")
+        if shares_gpus():
+            pytest.skip("ranks that share a GPU have heap='torch' alone")
     heap = open_heap(name, None, ranks[2], 30.0, transport or "peer")
     yield heap
     heap.close()

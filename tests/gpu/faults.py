@@ -31,13 +31,14 @@ def rank_main(rank: int, store: str, path: str, phase: str, how: str) -> None:
     from ep_plugin.config import EPConfig
     from ep_plugin.dispatch import build_dispatcher
     from ep_plugin.heap import HeapAborted, HeapTimeout
+    from ep_plugin.job import gpu_backend, gpu_of, shares_gpus
     from ep_plugin.layer import moe_step
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
+    torch.cuda.set_device(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, device_id=device,
-        timeout=datetime.timedelta(seconds=60),
+        f"cpu:gloo,cuda:{gpu_backend()}", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD,
+        device_id=None if shares_gpus() else device, timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
     config = EPConfig(
         dispatcher="block" if path == "block" else "rowwise",
