@@ -9,6 +9,7 @@ outside [0, M) or a row outside the destination's rows is skipped.
 import torch
 from torch import Tensor
 
+from .fast_launch import fast
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_bytes
 from .mxfp8_triton_common import bytes_at, magnitude_bits, scale_bytes, to_elements
@@ -17,11 +18,11 @@ from .sync_triton import ChunkSignal, last_signals, next_tile, part_edge
 from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, tl, triton, widen
 
 # Few wide programs keep stores that wait for the link out of the way of the rows that stay, which are made beside them.
-# 16 elements for each thread: more would pass through shared memory before they are stored.
-PUT = Launch(32, warps=32, tile=1 << 14)
+PUT = Launch(48, warps=32, tile=1 << 14)
 WEIGHTED = Launch(132, warps=8)  # each route is quantised anew, so one row at a time, and only for routes that leave
 
 
+@fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "num_tokens", "skip_rank", "t_max", "signal_offset"])
 def _quantize_put_rows(
     x,
@@ -77,8 +78,8 @@ def _quantize_put_rows(
                         if tl.max(wanted.to(tl.int32), 0) != 0:
                             weight = tl.load(weights + t * K + k, mask=t < high, other=0)
                             product = values * weight[:, None, None]
-                            scale = scale_bytes(tl.max(magnitude_bits(product), axis=2), CEIL)
-                            _store(record, wanted, to_elements(product, scale[:, :, None]), scale, block, D, N)
+                            its = scale_bytes(tl.max(magnitude_bits(product), axis=2), CEIL)
+                            _store(record, wanted, to_elements(product, its[:, :, None]), its, block, D, N)
             tile = next_tile(arrivals, chunk, tile, CHUNKS)
         if arrivals is not None:
             last = last_signals(arrivals + chunk, tl.num_programs(0), posted + chunk + 1, signal_base, signal_offset, M)

@@ -44,7 +44,7 @@ from .codec import Form, Operand, Received, empty_operand
 from .gemm import ExpertGemm
 from .movements import MXFP8Movements, Wire, Wires
 
-WORDS = Launch(132, warps=16)  # a whole record of 4096 values for each program
+WORDS = Launch(32, warps=32, tile=1 << 17)  # wide, as of plain rows (put_triton.UNIQUE)
 
 
 @dataclass
