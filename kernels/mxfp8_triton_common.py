@@ -71,8 +71,8 @@ def to_values(data, scale):
 
 @triton.jit
 def round_to_elements(values, scale):
-    """``to_values(to_elements(values, scale), scale)`` in integers. The ptxas of CUDA 12.8 joins two of the first cast's
-    instructions where their results are stored together, and then decodes one of the halves before it is there."""
+    """``to_values(to_elements(values, scale), scale)`` in integers, for values whose elements are stored too: there the
+    ptxas of CUDA 12.8 joins two instructions of the first cast, and decodes one's result before it is there."""
     inverse = tl.where(scale < 254, (254 - scale) << 23, tl.where(scale == 254, 0x400000, 0x7FC00000))
     bits = (values * inverse.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
