@@ -442,6 +442,10 @@ def _check_groups(config: EPConfig, groups: ProcessGroups | None) -> None:
                 " ProcessGroups.create(layout(world_size, ep=...))"
             )
         return
+    if not isinstance(groups, ProcessGroups):
+        raise ValueError(
+            f"groups is a {type(groups).__name__}, not ProcessGroups: pass ProcessGroups.create(layout(...))"
+        )
     others = {name: getattr(groups.layout, name) for name in ("tp", "pp", "cp", "etp")}
     if any(degree != 1 for degree in others.values()):
         raise ValueError(f"transformers models are sharded over experts alone here: {others} must all be 1")

@@ -64,6 +64,7 @@ def cuda_is_cpu() -> Iterator[None]:
         (torch.cuda, "default_stream", lambda *_: stream),
         (torch.cuda, "stream", lambda *_: contextlib.nullcontext()),
         (torch.cuda, "synchronize", lambda *_: None),
+        (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
         (torch.cuda, "Stream", NoStream),
         (torch.cuda, "Event", NoStream),
         (shared_experts.SharedExpertMLP, "stream", stream),

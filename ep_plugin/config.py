@@ -212,14 +212,13 @@ class EPConfig:
     down projection, ``input`` before the up projection, ``output`` in the sum on the expert rank, ``source`` in the
     sum at the token). ``max_tokens``: the most tokens a rank passes to one layer call;
     ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
-    payload buffers, one per forward in flight (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on
-    GPUs. ``timeout_s``: how long any
-    wait for a peer lasts, in a step and while a dispatcher is built, before it fails and stops the group (of deepep
-    in a step: before the GPU traps). ``precision``: ``bf16`` keeps
-    rows in their own dtype; ``mxfp8`` moves and multiplies them as ``mxfp8`` says, in one autograd node of dispatch,
-    experts and combine. ``diagnostic_fill``
-    clears (``zero``) or poisons (``nan``) every buffer before use; it costs a pass over the whole buffer and is for
-    debugging."""
+    payload buffers, one for each MoE layer call whose backward has not run, so MoE layers · forwards in flight, and
+    one for layers that are checkpointed (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on GPUs.
+    ``timeout_s``: how long any wait for a peer lasts, in a step and while a dispatcher is built, before it fails and
+    stops the group (of deepep in a step: before the GPU traps). ``precision``: ``bf16`` keeps rows in their own dtype;
+    ``mxfp8`` moves and multiplies them as ``mxfp8`` says, in one autograd node of dispatch, experts and combine.
+    ``diagnostic_fill`` clears (``zero``) or poisons (``nan``) every buffer before use; it costs a pass over the whole
+    buffer and is for debugging."""
 
     dispatcher: str = "rowwise"
     form: str = "dedup"
@@ -240,6 +239,11 @@ class EPConfig:
 
     def validate(self) -> None:
         """Raise ``ValueError`` quoting the setting, its value and what would be right."""
+        parts = (CapacityConfig, LaunchConfig, DeepEPConfig, ScheduleConfig, MXFP8Config)
+        for name, part in zip(("capacity", "launch", "deepep", "schedule", "mxfp8"), parts, strict=True):
+            value = getattr(self, name)
+            if not isinstance(value, part):
+                raise ValueError(f"{name}={value!r} must be a {part.__name__}: {name}={part.__name__}(...)")
         one_of("dispatcher", self.dispatcher, DISPATCHERS)
         one_of("form", self.form, FORMS)
         one_of("heap", self.heap, HEAPS)

@@ -6,12 +6,14 @@ second.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from omegaconf import OmegaConf
@@ -136,19 +138,28 @@ def _stop(message: str, code: int, started: Started) -> NoReturn:
     if started.local_rank != 0:
         time.sleep(PATIENCE_S)
     print(message, file=sys.stderr, flush=True)
+    _tell_torchrun(message)
     sys.exit(code)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Put ``message`` into torchrun's summary, which stands at the very end of the output."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
 def _run(launch: Launch, layouts: dict[str, Layout], device_type: str, started: Started, debug: bool) -> None:
     import torch
 
     from .heap import HeapAborted, HeapTimeout
+    from .job import gpu_of
     from .train.compare import CheckFailed
     from .train.run import run_launch
 
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", started.local_rank)
+        device = gpu_of(started.local_rank)
         torch.cuda.set_device(device)
     _print_once(describe(launch, layouts), started)
     try:
@@ -158,7 +169,9 @@ def _run(launch: Launch, layouts: dict[str, Layout], device_type: str, started: 
     except Exception as error:
         if debug or not isinstance(error, HeapAborted | HeapTimeout):
             traceback.print_exc()
-        print(f"ep-plugin: rank {started.rank}: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
+        message = f"ep-plugin: rank {started.rank}: {type(error).__name__}: {one_line(error)}"
+        print(message, file=sys.stderr, flush=True)
+        _tell_torchrun(message)
         # Threads that wait for a peer would hold up the exit of this process: leave at once.
         sys.stdout.flush()
         os._exit(FAILED)

@@ -240,10 +240,15 @@ class ProcessGroups:
         """Make all groups; collective over WORLD, called once by every rank.
 
         ``timeout`` bounds every group's collectives (None: the backend's own). Raises ValueError before any group is
-        made if the layout is for another world size.
+        made if the layout is for another world size, or torch.distributed has not been started.
         """
         import torch.distributed as dist
 
+        if not dist.is_initialized():
+            raise ValueError(
+                "ProcessGroups.create needs torch.distributed: start the program with torchrun and call"
+                " init_process_group first"
+            )
         if layout.world_size != dist.get_world_size():
             raise ValueError(
                 f"the layout is for world_size={layout.world_size}, but {dist.get_world_size()} processes are running"

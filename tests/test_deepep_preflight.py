@@ -175,9 +175,9 @@ def refused(rank: int, world: int) -> str:
 def test_every_rank_is_told_every_check_that_failed_on_any(pool):
     """Fault: one rank raises and the others wait for it; one line at a time."""
     for said in pool.run(refused, 2):
-        assert said.startswith("dispatcher='deepep' cannot run here:\n  rank 0: device:")
-        for text in ("deep_ep is not installed", "hidden_size: 100; DeepEP needs a multiple of 256", "rank 1: device"):
-            assert text in said
+        assert said.startswith("dispatcher='deepep' cannot run here:\n  all ranks: device:")
+        for text in ("deep_ep is not installed", "hidden_size: 100; DeepEP needs a multiple of 256"):
+            assert said.count(text) == 1
         assert "its backend for CUDA" in said or "it has no backend for CUDA" in said
 
 

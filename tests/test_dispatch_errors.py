@@ -263,6 +263,7 @@ def test_too_few_slots_is_a_clear_error_on_all_ranks(pool, form):
         ({"dispatcher": "rowise"}, {}, "rowise.*rowwise"),
         ({"form": "dedup", "weight_at": "source"}, {}, "weight_at='source'.*form='route'"),
         ({"slots": 0}, {}, "slots=0"),
+        ({"capacity": "rank"}, {}, r"capacity='rank' must be a CapacityConfig: capacity=CapacityConfig"),
         ({"max_tokens": -1}, {}, "max_tokens=-1"),
         ({"dispatcher": "rowwise"}, {}, "torchrun"),
         ({"dispatcher": "local"}, {"top_k": 9}, "top_k=9.*num_experts=8"),
@@ -286,6 +287,25 @@ def bad_shapes(rank: int, world: int) -> list[str]:
                 problem.dispatcher(path)
             messages.append(str(caught.value))
     return messages
+
+
+def test_tensors_on_another_device_are_refused_by_name():
+    """Catches an address of one device's memory that goes to a kernel of another."""
+    one = build_dispatcher(
+        EPConfig(dispatcher="local", weight_at="output"), num_experts=4, top_k=2, hidden_size=8, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    idx, x, weight = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 8), torch.zeros(3, 2)
+    with pytest.raises(ValueError, match="topk_idx is on meta; this dispatcher moves rows on cpu"):
+        one.plan(idx.to("meta"))
+    with pytest.raises(ValueError, match="x is on meta"):
+        one.dispatch(one.plan(idx), x.to("meta"), weight)
+    with pytest.raises(ValueError, match="topk_weight is on meta"):
+        one.dispatch(one.plan(idx), x, weight.to("meta"))
+    state = one.plan(idx)
+    dispatched = one.dispatch(state, x, weight)
+    with pytest.raises(ValueError, match="y is on meta"):
+        one.combine(state, dispatched.rows.to("meta"), dispatched.weights)
 
 
 def test_shapes_that_do_not_fit_the_group(pool):

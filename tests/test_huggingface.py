@@ -558,6 +558,8 @@ def test_patterns_and_models_without_experts():
         patch_model(build("plain"), LOCAL, pattern="block.*")
     with pytest.raises(ValueError, match="Linear has no experts module"):
         patch_model(nn.Linear(2, 2), LOCAL)
+    with pytest.raises(ValueError, match=r"groups is a Layout, not ProcessGroups: pass ProcessGroups\.create"):
+        patch_model(build("plain"), LOCAL, layout(1))
 
     class OtherExperts(PlainExperts):
         def forward(self, hidden_states, sizes):

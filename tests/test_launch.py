@@ -225,6 +225,15 @@ def test_a_bad_setting_ends_all_processes_with_one_line(tmp_path, override, expe
 
 
 @pytest.mark.slow
+def test_torchruns_summary_ends_with_the_error(tmp_path, monkeypatch):
+    """Catches an error that only stands above torchrun's own traceback, where nobody looks."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit):
+        main(["ep.form=dedupe"])
+    assert "form='dedupe' is not one of dedup, route" in json.loads(file.read_text())["message"]
+
+
 def test_training_resumes_where_it_stopped(pool, tmp_path):
     """Catches optimizer state, experts or batches that a checkpoint loses or gives to another rank, or that only the
     degrees can read that wrote them."""
@@ -244,6 +253,8 @@ def test_training_resumes_where_it_stopped(pool, tmp_path):
         check_resume(str(checkpoint), Header(step=6, world_size=2, ep=2, patch_experts=True, trainer="megatron"))
     with pytest.raises(ValueError, match="has done 3 steps already; trainer.steps=3 must be more"):
         check_resume(str(checkpoint), Header(step=3, world_size=2, ep=2, patch_experts=True))
+    with pytest.raises(ValueError, match=r"written with model\.hidden_size=32, and this run has model\.hidden_size=64"):
+        check_settings(compose_launch([*common, "model.hidden_size=64", f"trainer.resume={checkpoint}"]).config, 2)
 
     from transformers import AutoModelForCausalLM
 

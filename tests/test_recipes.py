@@ -55,6 +55,14 @@ def test_named_models_have_the_sizes_of_their_names(model, billions):
     assert sum(p.numel() for p in made.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
+def test_recipes_of_whole_models_have_slots_for_their_layers():
+    """Catches a model whose fifth layer finds no slot on GPUs, where nothing is computed again."""
+    for name in (name for name in recipe_options()["experiment"] if name.startswith("hf_")):
+        config = compose_launch([f"experiment={name}"]).config
+        if not config.trainer.hf.checkpointing:
+            assert (config.ep.slots or 4) >= config.model.num_layers, name
+
+
 def test_the_choices_mean_what_they_are_called():
     """Catches ep=... recipes that set another dispatcher or form than their name says."""
     ep = {name: compose_launch([f"ep={name}", "topology.ep=1"]).config for name in recipe_options()["ep"]}

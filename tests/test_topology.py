@@ -252,6 +252,12 @@ def test_each_group_reduces_over_its_ranks(pool, world, degrees):
         assert distinct == wide
 
 
+def test_groups_before_init_process_group_are_refused():
+    """Catches torch's own error, which says nothing of torchrun."""
+    with pytest.raises(ValueError, match=r"needs torch\.distributed: start the program with torchrun"):
+        ProcessGroups.create(layout(2, ep=2))
+
+
 def create_for_another_world(rank, world):
     before = len(dist.distributed_c10d._world.pg_map)
     with pytest.raises(ValueError, match="layout is for world_size=4, but 2 processes are running"):

@@ -366,9 +366,16 @@ def require_deepep(config: EPConfig, group: dist.ProcessGroup, device: torch.dev
         failed.insert(0, f"device: dispatcher='deepep' moves rows of GPUs, not of {device.type}")
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, failed, group=group)
-    lines = [f"  rank {rank}: {line}" for rank, wrong in enumerate(everyone) for line in wrong]
-    if lines:
-        raise ValueError("dispatcher='deepep' cannot run here:\n" + "\n".join(dict.fromkeys(lines)))
+    ranks: dict[str, list[int]] = {}
+    for rank, wrong in enumerate(everyone):
+        for line in dict.fromkeys(wrong):
+            ranks.setdefault(line, []).append(rank)
+    if ranks:
+        said = [
+            f"  {'all ranks' if len(who) == world else 'rank ' + ', '.join(map(str, who))}: {line}"
+            for line, who in ranks.items()
+        ]
+        raise ValueError("dispatcher='deepep' cannot run here:\n" + "\n".join(said))
     import deep_ep
 
     return Found(deep_ep, nodes)

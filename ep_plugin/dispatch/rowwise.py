@@ -214,8 +214,8 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             short = [r for r, handle in enumerate(handles) if handle == EXHAUSTED]
             raise RuntimeError(
                 f"all {slots} payload slots are leased on EP ranks {short}: slots={self.config.slots} must be at least"
-                " the number of MoE forwards in flight plus the MoE layers of one checkpointed region"
-                " (ep_plugin.dispatch.slots_for)"
+                " the number of MoE layer calls whose backward has not run, plus the MoE layers of one checkpointed"
+                " region (ep_plugin.dispatch.slots_for)"
             )
         pool.grow(slots=slots + max(1, slots // 2))
 
@@ -240,7 +240,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
             num_tokens = topk_idx.shape[0]
             if self.config.max_tokens is not None and num_tokens > self.config.max_tokens:
                 raise ValueError(
-                    f"{num_tokens} tokens exceed max_tokens={self.config.max_tokens}; raise it or set it to null"
+                    f"{num_tokens} tokens exceed max_tokens={self.config.max_tokens}; raise it or leave it out"
                 )
             counts = count_routes(topk_idx, self.num_experts)
             while True:

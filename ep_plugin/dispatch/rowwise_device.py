@@ -188,8 +188,8 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         if slot is None:
             raise RuntimeError(
                 f"all {self.slots} {pool.label} slots of EP rank {self.rank} are leased at layer {layer!r}:"
-                f" slots={self.slots} must be at least the number of MoE forwards in flight plus the MoE layers of one"
-                " checkpointed region (ep_plugin.dispatch.slots_for)"
+                f" slots={self.slots} must be at least the number of MoE layer calls whose backward has not run, plus"
+                " the MoE layers of one checkpointed region (ep_plugin.dispatch.slots_for)"
             )
         for stream in self.readers:
             self._stream().wait_stream(stream)

@@ -24,14 +24,15 @@ HEADER, OPTIMIZER = "trainer.json", "optimizer"
 
 @dataclass(frozen=True)
 class Header:
-    """What a checkpoint says about itself: steps done, the degrees, which another run may change, and the trainer,
-    which it may not."""
+    """What a checkpoint says about itself: steps done, the degrees, which another run may change, and the trainer and
+    the model's settings, which it may not (None: the trainer compares the model itself, or the checkpoint is old)."""
 
     step: int
     world_size: int
     ep: int
     patch_experts: bool
     trainer: str = "transformers"
+    model: dict[str, Any] | None = None
 
 
 def read_header(folder: str) -> Header:
@@ -45,7 +46,10 @@ def read_header(folder: str) -> Header:
 
 
 def check_resume(folder: str, now: Header) -> None:
-    """``ValueError`` where ``folder`` has reached ``now.step``, or was written by another trainer."""
+    """``ValueError`` where ``folder`` has reached ``now.step``, or was written by another trainer or of another model.
+
+    The model itself is then made from the checkpoint, so that other settings would have no effect.
+    """
     saved = read_header(folder)
     if saved.step >= now.step:
         raise ValueError(
@@ -54,6 +58,14 @@ def check_resume(folder: str, now: Header) -> None:
     if saved.trainer != now.trainer:
         raise ValueError(
             f"trainer.resume={folder!r} was written with trainer={saved.trainer}; this run has trainer={now.trainer}"
+        )
+    if saved.model is None or now.model is None:
+        return
+    names = [name for name, value in now.model.items() if saved.model.get(name, value) != value]
+    if names:
+        then, this = (" ".join(f"model.{n}={model[n]}" for n in names) for model in (saved.model, now.model))
+        raise ValueError(
+            f"trainer.resume={folder!r} was written with {then}, and this run has {this}: give the same model"
         )
 
 

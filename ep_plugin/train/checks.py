@@ -5,6 +5,9 @@ Each function raises ``ValueError`` with one line that quotes the setting, its v
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
+
 from ..config import check_shape
 from ..topology import Layout, layout
 from .checkpoint import Header, check_resume
@@ -62,7 +65,8 @@ def check_settings(config: RunConfig, world: int) -> Layout:
     resume = config.trainer.resume
     if resume is not None:
         trainer = "megatron" if megatron is not None else "hf" if config.trainer.hf is not None else "transformers"
-        check_resume(resume, Header(config.trainer.steps, world, ep, config.patch_experts, trainer))
+        built = asdict(model) if trainer == "transformers" else None
+        check_resume(resume, Header(config.trainer.steps, world, ep, config.patch_experts, trainer, built))
     return chosen
 
 
@@ -150,6 +154,10 @@ def check_machine(config: RunConfig) -> str:
         device = "cuda" if cuda else "cpu"
     if device == "cuda" and not cuda:
         raise ValueError("trainer.device='cuda': torch sees no CUDA device here; use trainer.device=cpu")
+    if device == "cuda":
+        from ..job import gpu_of
+
+        gpu_of(int(os.environ.get("LOCAL_RANK", 0)))
     if config.patch_experts and config.ep.dispatcher == "deepep" and device != "cuda":
         raise ValueError("ep=deepep moves rows of GPUs, and torch sees no CUDA device here; use ep=rowwise or ep=block")
     uses_heap = config.patch_experts and config.ep.dispatcher == "rowwise"

@@ -66,7 +66,7 @@ def recipe_options() -> dict[str, list[str]]:
     """Every config group of the recipes with its choices."""
     register()
     with initialize_config_module(RECIPES, version_base="1.3", job_name="ep_plugin"):
-        return _options(_loader())
+        return {group: names for group, names in _options(_loader()).items() if names}
 
 
 def _compose_launch(overrides: list[str]) -> Launch:

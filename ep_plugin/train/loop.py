@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,9 @@ def train(config: RunConfig, name: str, layout: Layout, corpus: Corpus, place: P
         done = step + 1
         due = done == settings.steps or (settings.checkpoint_every > 0 and done % settings.checkpoint_every == 0)
         if settings.checkpoint and due:
-            header = checkpoint.Header(done, layout.world_size, layout.ep, config.patch_experts)
+            header = checkpoint.Header(
+                done, layout.world_size, layout.ep, config.patch_experts, model=asdict(config.model)
+            )
             folder = place.folder / "checkpoints" / name / f"step_{done:06d}"
             checkpoint.save(folder, parallel, optimizer, header, place.rank)
     # Only after success: closing is collective, and after an error the peers are not here.

@@ -89,7 +89,7 @@ class WaveDispatcher(Dispatcher[RouteState]):
         self.inner.check_routes(topk_idx)
         most, num_tokens = self.config.max_tokens, topk_idx.shape[0]
         if most is not None and num_tokens > most:
-            raise ValueError(f"{num_tokens} tokens exceed max_tokens={most}; raise it or set it to null")
+            raise ValueError(f"{num_tokens} tokens exceed max_tokens={most}; raise it or leave it out")
         self.inner.check_x(num_tokens, x)
         if topk_weight.shape != (num_tokens, self.top_k):
             raise ValueError(f"topk_weight has shape {tuple(topk_weight.shape)}; expected ({num_tokens}, {self.top_k})")
