@@ -5,7 +5,7 @@
 from torch import Tensor
 
 from .fast_launch import fast
-from .triton_common import Launch, require_contiguous, tl, triton
+from .triton_common import Launch, cdiv, require_contiguous, tl, triton
 
 COPY = Launch(2112)
 
@@ -32,5 +32,5 @@ def copy_prefix(source: Tensor, target: Tensor, num_rows: Tensor, *, launch: Lau
         return
     block = launch.columns(width)
     launch = launch.of_whole_lanes(block, source.element_size())
-    grid = launch.grid(bound * triton.cdiv(width, block))
+    grid = launch.grid(bound * cdiv(width, block))
     _copy_prefix[grid](source, target, num_rows, bound, D=width, BLOCK=block, **launch.options)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .deepep_routes import BAD_ID, MISPLACED, REPEATED
 from .fast_launch import fast
-from .triton_common import Launch, narrow, require_contiguous, tl, triton, widen
+from .triton_common import Launch, cdiv, narrow, next_power_of_2, require_contiguous, tl, triton, widen
 
 __all__ = [
     "arrived",
@@ -63,7 +63,7 @@ def _distinct(
 
 def _tokens_of_a_program(top_k: int) -> tuple[int, int]:
     """The power of two that holds K routes, and tokens of which a program compares all pairs of routes."""
-    width = triton.next_power_of_2(top_k)
+    width = next_power_of_2(top_k)
     return width, max(1, 4096 // (width * width))
 
 
@@ -75,7 +75,7 @@ def distinct_experts(topk_idx: Tensor, num_experts: int, flags: Tensor) -> tuple
     if tokens:
         width, size = _tokens_of_a_program(top_k)
         strides = topk_idx.stride()
-        _distinct[(triton.cdiv(tokens, size),)](
+        _distinct[(cdiv(tokens, size),)](
             topk_idx, *strides, tokens, ids, first, flags, E=num_experts, K=top_k, WIDTH=width, SIZE=size
         )
     return ids, first
@@ -104,7 +104,7 @@ def merge_weights(weights: Tensor, first: Tensor) -> Tensor:
     out = torch.empty((tokens, top_k), dtype=torch.float32, device=first.device)
     if tokens:
         width, size = _tokens_of_a_program(top_k)
-        grid = (triton.cdiv(tokens, size),)
+        grid = (cdiv(tokens, size),)
         _merge[grid](weights, *weights.stride(), tokens, first, out, K=top_k, WIDTH=width, SIZE=size)
     return out
 
@@ -123,7 +123,7 @@ def spread_gradients(grads: Tensor, first: Tensor) -> Tensor:
     require_contiguous(grads=grads, first=first)
     out = torch.empty_like(grads)
     if out.numel():
-        grid = (triton.cdiv(out.numel(), TILE),)
+        grid = (cdiv(out.numel(), TILE),)
         _spread[grid](grads, first, out, out.numel(), K=first.shape[1], SIZE=TILE)
     return out
 
@@ -181,11 +181,11 @@ def arrived(
     """``arrived_torch``."""
     require_contiguous(metadata=metadata, ends=ends, offsets=offsets, routes=routes, weights=weights)
     count, top_k, bound = metadata.shape[0], metadata.shape[1] - 2, routes.shape[0]
-    grid = launch.grid(triton.cdiv(max(count * top_k, bound), TILE))
+    grid = launch.grid(cdiv(max(count * top_k, bound), TILE))
     local = ends.shape[0]
     _arrived[grid](
         metadata, lines, ends, offsets, routes, weights, flags, bound, count,
-        K=top_k, LOCAL=local, EXPERTS=triton.next_power_of_2(local), SIZE=TILE,
+        K=top_k, LOCAL=local, EXPERTS=next_power_of_2(local), SIZE=TILE,
     )  # fmt: skip
 
 
@@ -207,6 +207,6 @@ def scale_rows(rows: Tensor, weights: Tensor, num_rows: Tensor, *, launch: Launc
     bound, width = rows.shape
     if bound:
         block = launch.columns(width)
-        grid = (*launch.grid(bound), triton.cdiv(width, block))
+        grid = (*launch.grid(bound), cdiv(width, block))
         _scale_rows[grid](rows, weights, num_rows, out, bound, D=width, BLOCK=block, **launch.options)
     return out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .fast_launch import fast
-from .triton_common import Launch, require_contiguous, tl, triton
+from .triton_common import Launch, next_power_of_2, require_contiguous, tl, triton
 
 ROUTES = Launch(8448, warps=1)
 
@@ -61,7 +61,7 @@ def dense_routes(routing_map: Tensor, probs: Tensor, topk_idx: Tensor, weights: 
         return
     _dense_routes[ROUTES.grid(tokens)](
         routing_map.view(torch.uint8), probs, topk_idx, weights, most, tokens, E=experts, K=top_k,
-        BLOCK=triton.next_power_of_2(experts), BLOCK_K=triton.next_power_of_2(top_k), **ROUTES.options,
+        BLOCK=next_power_of_2(experts), BLOCK_K=next_power_of_2(top_k), **ROUTES.options,
     )  # fmt: skip
 
 
@@ -84,5 +84,5 @@ def dense_routes_backward(routing_map: Tensor, dweights: Tensor, dprobs: Tensor)
         return
     _dense_routes_backward[ROUTES.grid(tokens)](
         routing_map.view(torch.uint8), dweights, dprobs, tokens, E=experts, K=top_k,
-        BLOCK=triton.next_power_of_2(experts), **ROUTES.options,
+        BLOCK=next_power_of_2(experts), **ROUTES.options,
     )  # fmt: skip

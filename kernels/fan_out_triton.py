@@ -9,7 +9,7 @@ width. A local row outside [0, RB) is no route: it may have been written by a pe
 from torch import Tensor
 
 from .fast_launch import fast
-from .triton_common import RANGE_INTEGERS, Launch, narrow, require_contiguous, tl, triton, triton_dtype, widen
+from .triton_common import RANGE_INTEGERS, Launch, cdiv, narrow, require_contiguous, tl, triton, triton_dtype, widen
 
 FAN_OUT = Launch(1 << 15, block=2048)  # one item a program: those beside a slow store must not hold up the rest
 FILL = Launch(264)
@@ -115,7 +115,7 @@ def fan_out(
     width = rows.shape[1]
     block = launch.columns(width)
     launch = launch.of_whole_lanes(block, rows.element_size())
-    _fan_out[launch.grid((end - begin) * triton.cdiv(width, block))](
+    _fan_out[launch.grid((end - begin) * cdiv(width, block))](
         stage,
         x_own,
         local_rows,
@@ -163,6 +163,6 @@ def fill_tail(out: Tensor, num_rows: Tensor, value: int = 0, *, launch: Launch =
     if not out.numel():
         return
     block = launch.block or 1024
-    _fill_tail[launch.grid(triton.cdiv(out.numel(), block))](
+    _fill_tail[launch.grid(cdiv(out.numel(), block))](
         out, num_rows, out.shape[0], value, WIDTH=out.numel() // out.shape[0], BLOCK=block, **launch.options
     )

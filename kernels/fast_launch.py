@@ -35,23 +35,30 @@ class Kernel:
 
         Launches of one kind are alike to Triton: it tells tensors apart by dtype and by whether they start at a
         multiple of 16 bytes, integers by width and, where it may specialize on them, by being 1 or a multiple of 16.
+        It also refuses tensors that the GPU cannot reach.
         """
         kind: list[Any] = []
-        values = []
+        values: list[Any] = []
+        tell, put = kind.append, values.append
         for argument, plain in zip(arguments, self._plain, strict=False):
-            if isinstance(argument, Tensor):
-                address = argument.data_ptr()
-                kind.append(argument.dtype)
-                if address & 15:
-                    kind.append("unaligned")
-                values.append(address)
-                continue
-            if argument is None or type(argument) is not int:
-                kind.append(None if argument is None else type(argument))
-            else:
+            if type(argument) is int:
+                put(argument)
                 wide = not -0x80000000 <= argument <= 0x7FFFFFFF
-                kind.append(wide if plain else (wide, argument == 1, argument & 15 == 0))
-            values.append(argument)
+                tell(wide if plain else (wide, argument == 1, argument & 15 == 0))
+            elif argument is None:
+                put(None)
+                tell(None)
+            elif isinstance(argument, Tensor):
+                address = argument.data_ptr()
+                put(address)
+                tell(argument.dtype)
+                if address & 15:
+                    tell("unaligned")
+                if not argument.is_cuda:  # the launcher asks nobody whether it can reach an address
+                    tell("pinned" if argument.is_pinned() else "host")
+            else:
+                put(argument)
+                tell(type(argument))
         return (*kind, *named.items()), values
 
     def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -81,7 +88,7 @@ class Kernel:
             if isinstance(value, Tensor):
                 raise TypeError(f"{name}: tensors are passed by position")
         compiled = self.jit[grid](*arguments, **named)
-        if any(isinstance(argument, Tensor) and argument.is_cuda for argument in arguments):
+        if "host" not in kind[1]:
             rest = self.jit.params[len(arguments) :]
             self._kinds[kind] = (compiled, tuple(named.get(p.name, p.default) for p in rest))
 

@@ -15,7 +15,7 @@ from .fast_launch import fast
 from .gated_swish import GatedSwish
 from .mxfp8_swiglu_triton import _sigmoid
 from .mxfp8_triton import rows_of
-from .triton_common import Launch, narrow, require_contiguous, tl, triton, widen
+from .triton_common import Launch, cdiv, narrow, require_contiguous, tl, triton, widen
 
 FORWARD = Launch(2112)
 BACKWARD = Launch(2112)
@@ -99,7 +99,7 @@ def gated_swish(
         return
     block = launch.columns(width, LONGEST)
     launch = launch.of_whole_lanes(block, up.element_size())
-    _gated_swish[launch.grid(rows * triton.cdiv(width, block))](
+    _gated_swish[launch.grid(rows * cdiv(width, block))](
         up, weights, hidden, num_rows, rows, F=width, BLOCK=block, **_constants(shape), **launch.options
     )
 

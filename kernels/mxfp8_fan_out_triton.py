@@ -13,7 +13,7 @@ from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_width
 from .mxfp8_triton import row_scale, rows_of
 from .mxfp8_triton_common import load_values, power_of_two, to_elements
-from .triton_common import RANGE_INTEGERS, Launch, narrow, require_contiguous, tl, triton
+from .triton_common import RANGE_INTEGERS, Launch, narrow, next_power_of_2, require_contiguous, tl, triton
 
 FAN_OUT = Launch(2112)
 ROWS = Launch(16384)  # few rows for each, since those of one part are not spread evenly
@@ -172,7 +172,7 @@ def fan_out_records(
         0 if own is None else own.shape[0],
         K=top_k,
         D=width,
-        GROUPS=triton.next_power_of_2(width // SIZE),
+        GROUPS=next_power_of_2(width // SIZE),
         N=block // SIZE,
         **launch.options,
     )
@@ -263,7 +263,7 @@ def convert_arrived(
         skip_source,
         K=top_k,
         D=width,
-        GROUPS=triton.next_power_of_2(width // SIZE),
+        GROUPS=next_power_of_2(width // SIZE),
         N=block_of(launch, rows is not None) // SIZE,
         **launch.options,
     )

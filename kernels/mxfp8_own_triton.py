@@ -12,7 +12,7 @@ from .fast_launch import fast
 from .mxfp8 import BLOCK as SIZE
 from .mxfp8 import record_width
 from .mxfp8_triton_common import load_float32, magnitude_bits, power_of_two, round_to_elements, scale_bytes, to_elements
-from .triton_common import Launch, narrow, require_contiguous, tl, triton
+from .triton_common import Launch, narrow, next_power_of_2, require_contiguous, tl, triton
 
 OWN = Launch(1056, warps=32)  # at most so many warps: 16 values for each thread
 
@@ -121,7 +121,7 @@ def quantize_own_rows(
             raise ValueError(f"rows {list(out.shape)} do not fit records {list(records.shape)}")
     if not num_tokens or not bound:
         return
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     launch = launch.of_whole_lanes(block, 1)
     _quantize_own_rows[launch.grid(num_tokens)](
         x,

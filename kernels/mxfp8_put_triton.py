@@ -15,7 +15,7 @@ from .mxfp8 import record_bytes
 from .mxfp8_triton_common import bytes_at, magnitude_bits, scale_bytes, to_elements
 from .peers import Peers
 from .sync_triton import ChunkSignal, last_signals, next_tile, part_edge
-from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, tl, triton, widen
+from .triton_common import PEER_INTEGERS, Launch, cdiv, peer_address, require_contiguous, tl, triton, widen
 
 # Few wide programs keep stores that wait for the link out of the way of the rows that stay, which are made beside them.
 PUT = Launch(48, warps=32, tile=1 << 14)
@@ -163,7 +163,7 @@ def quantize_put_rows(
     block = launch.columns(width)
     rows = launch.rows(block, 1, num_tokens)
     launch = launch.of_whole_lanes(rows * block, 1)
-    _quantize_put_rows[launch.grid(triton.cdiv(max(1, num_tokens), rows))](
+    _quantize_put_rows[launch.grid(cdiv(max(1, num_tokens), rows))](
         x,
         *peers.arguments,
         num_rows,

@@ -28,6 +28,7 @@ from .triton_common import (
     PEER_INTEGERS,
     RANGE_INTEGERS,
     Launch,
+    cdiv,
     narrow,
     peer_address,
     require_contiguous,
@@ -145,7 +146,7 @@ def pre_reduce_put_records(
     width = y.shape[1]
     record_bytes(width)
     block = launch.columns(width)
-    _pre_reduce_put_records[launch.grid(max(1, end - begin) * triton.cdiv(width, block))](
+    _pre_reduce_put_records[launch.grid(max(1, end - begin) * cdiv(width, block))](
         y,
         weights,
         local_rows,
@@ -254,7 +255,7 @@ def sum_partial_records(
     world, t_max, nbytes = partials.shape
     width = record_width(nbytes)
     block = launch.columns(width)
-    _sum_partial_records[launch.grid((end - begin) * triton.cdiv(width, block))](
+    _sum_partial_records[launch.grid((end - begin) * cdiv(width, block))](
         partials,
         dest_rank,
         out,
@@ -357,7 +358,7 @@ def get_reduce_records(
     width = out.shape[1]
     record_bytes(width)
     block = launch.columns(width)
-    _get_reduce_records[launch.grid((end - begin) * triton.cdiv(width, block))](
+    _get_reduce_records[launch.grid((end - begin) * cdiv(width, block))](
         *peers.arguments,
         num_rows,
         dest_rank,

@@ -21,7 +21,7 @@ from .mxfp8_triton_common import (
     store_values,
     to_elements,
 )
-from .triton_common import Launch, narrow, require_contiguous, tl, triton
+from .triton_common import Launch, cdiv, narrow, next_power_of_2, require_contiguous, tl, triton
 
 ENCODE = Launch(4224, block=2048)
 DECODE = Launch(4224, block=1024)  # 16 bytes of bfloat16 for each of 128 threads
@@ -69,7 +69,7 @@ def quantize(
     if not rows:
         return
     block = launch.columns(width)
-    _quantize[launch.grid(rows * triton.cdiv(width, block))](
+    _quantize[launch.grid(rows * cdiv(width, block))](
         x, records, row_weight, num_rows, rows, D=width, CEIL=rounding == "rceil", N=block // SIZE, **launch.options
     )
 
@@ -95,7 +95,7 @@ def dequantize(records: Tensor, out: Tensor, *, num_rows: Tensor | None = None, 
     if not rows:
         return
     block = launch.columns(width)
-    _dequantize[launch.grid(rows * triton.cdiv(width, block))](
+    _dequantize[launch.grid(rows * cdiv(width, block))](
         records, out, num_rows, rows, D=width, N=block // SIZE, **launch.options
     )
 
@@ -175,7 +175,7 @@ def rescale(
     if not rows:
         return
     block = launch.columns(width)
-    groups = triton.next_power_of_2(width // SIZE)
+    groups = next_power_of_2(width // SIZE)
     _rescale[launch.grid(rows)](
         records, data, scales, num_rows, rows, D=width, GROUPS=groups, N=block // SIZE, **launch.options
     )

@@ -15,7 +15,7 @@ Kernels that call these functions are decorated with ``library_kernel``.
 from pathlib import Path
 from typing import Any
 
-from .triton_common import INTERPRETED, PEER_ALIGNMENT, tl, triton
+from .triton_common import INTERPRETED, PEER_ALIGNMENT, next_power_of_2, tl, triton
 
 _SIGNAL_SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET
 _CMP_GE = tl.constexpr(5)  # NVSHMEM_CMP_GE
@@ -235,4 +235,4 @@ def _introduce(compiled: Any) -> None:
 
 def lanes(world: int) -> int:
     """Lanes of a signal to ``world`` ranks: at least a warp, so that no two threads hold the same one."""
-    return max(_WARP, triton.next_power_of_2(world))
+    return max(_WARP, next_power_of_2(world))

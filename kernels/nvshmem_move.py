@@ -13,7 +13,7 @@ from torch import Tensor
 from .nvshmem_library import get_bytes, library_kernel, put_bytes, symmetric_address
 from .nvshmem_library import quiet as _quiet_ranks
 from .peers import Peers
-from .triton_common import PEER_INTEGERS, Launch, require_contiguous, tl, triton
+from .triton_common import PEER_INTEGERS, Launch, cdiv, require_contiguous, tl, triton
 
 MOVE = Launch(132, warps=8)
 PIECE = 1 << 14  # bytes of a stripe that one program moves at once
@@ -165,7 +165,7 @@ def move_stripes(
     require_contiguous(local=local)
     if nbytes <= 0:
         return
-    _move_stripes[launch.grid(peers.world * triton.cdiv(nbytes, PIECE))](
+    _move_stripes[launch.grid(peers.world * cdiv(nbytes, PIECE))](
         local.data_ptr(),
         local[0].numel() * local.element_size(),
         *peers.arguments,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .fast_launch import fast
 from .peers import Peers
-from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, rows_at, tl, triton
+from .triton_common import PEER_INTEGERS, Launch, cdiv, peer_address, require_contiguous, rows_at, tl, triton
 
 PULL = Launch(1056, block=1024)  # a read waits for the link and back, so more of them are under way than in a PUT
 
@@ -61,7 +61,7 @@ def pull_rows(
         return
     block = launch.columns(width)
     launch = launch.of_whole_lanes(block, out.element_size())
-    _pull_rows[launch.grid(num_rows * triton.cdiv(width, block))](
+    _pull_rows[launch.grid(num_rows * cdiv(width, block))](
         *peers.arguments,
         num_tokens,
         source_rank,

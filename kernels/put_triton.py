@@ -15,7 +15,9 @@ from .sync_triton import ChunkSignal, last_signals, next_tile, part_edge
 from .triton_common import (
     PEER_INTEGERS,
     Launch,
+    cdiv,
     narrow,
+    next_power_of_2,
     peer_address,
     require_contiguous,
     rows_at,
@@ -97,7 +99,7 @@ def put_rows(
     width = x.shape[-1]
     block = launch.columns(width)
     launch = launch.of_whole_lanes(block, x.element_size())
-    _put_rows[launch.grid(num_tokens * triton.cdiv(width, block))](
+    _put_rows[launch.grid(num_tokens * cdiv(width, block))](
         x,
         *peers.arguments,
         num_rows,
@@ -206,7 +208,7 @@ def put_unique(
     block = launch.columns(width)
     rows = launch.rows(block, x.element_size(), end - begin)
     launch = launch.of_whole_lanes(rows * block, x.element_size())
-    _put_unique[launch.grid(triton.cdiv(max(1, end - begin), rows))](
+    _put_unique[launch.grid(cdiv(max(1, end - begin), rows))](
         x,
         *peers.arguments,
         first_row,
@@ -221,7 +223,7 @@ def put_unique(
         PER_RANK=experts_per_rank,
         M=peers.world,
         K=routes.shape[1],
-        LANES=triton.next_power_of_2(routes.shape[1]),
+        LANES=next_power_of_2(routes.shape[1]),
         D=width,
         CHUNKS=1 if signal is None else signal.chunks,
         ROWS=rows,
@@ -292,7 +294,7 @@ def put_meta(
     if not dest_rank.numel():
         return
     block = launch.block or 256
-    _put_meta[launch.grid(triton.cdiv(dest_rank.numel(), block))](
+    _put_meta[launch.grid(cdiv(dest_rank.numel(), block))](
         dest_rank,
         dest_row,
         weights,
@@ -359,7 +361,7 @@ def put_values(
     if not dest_rank.numel():
         return
     block = launch.block or 256
-    _put_values[launch.grid(triton.cdiv(dest_rank.numel(), block))](
+    _put_values[launch.grid(cdiv(dest_rank.numel(), block))](
         values,
         *peers.arguments,
         num_rows,

@@ -20,6 +20,7 @@ from .triton_common import (
     PEER_INTEGERS,
     RANGE_INTEGERS,
     Launch,
+    cdiv,
     narrow,
     peer_address,
     require_contiguous,
@@ -146,7 +147,7 @@ def pre_reduce_put(
     rows = launch.rows(block, y.element_size(), end - begin)
     launch = launch.of_whole_lanes(rows * block, y.element_size())
     chunks = 1 if signal is None else signal.chunks
-    _pre_reduce_put[launch.grid(triton.cdiv(max(1, end - begin), rows))](
+    _pre_reduce_put[launch.grid(cdiv(max(1, end - begin), rows))](
         y,
         weights,
         local_rows,
@@ -248,7 +249,7 @@ def sum_partials(
     world, t_max, width = partials.shape
     block = launch.columns(width)
     launch = launch.of_whole_lanes(block, out.element_size())
-    _sum_partials[launch.grid((end - begin) * triton.cdiv(width, block))](
+    _sum_partials[launch.grid((end - begin) * cdiv(width, block))](
         partials,
         dest_rank,
         out,
@@ -351,7 +352,7 @@ def get_reduce(
     width = out.shape[1]
     block = launch.columns(width)
     launch = launch.of_whole_lanes(block, out.element_size())
-    _get_reduce[launch.grid((end - begin) * triton.cdiv(width, block))](
+    _get_reduce[launch.grid((end - begin) * cdiv(width, block))](
         *peers.arguments,
         num_rows,
         dest_rank,

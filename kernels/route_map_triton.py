@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..config import CapacityConfig
 from .fast_launch import fast
-from .triton_common import require_contiguous, tl, triton
+from .triton_common import cdiv, next_power_of_2, require_contiguous, tl, triton
 
 BLOCK = 256  # routes of one program
 HEADER = 4  # words of a record before the counts
@@ -152,7 +152,7 @@ def count(topk_idx: Tensor, block_counts: Tensor, flags: Tensor) -> None:
         E=num_experts,
         K=top_k,
         SIZE=BLOCK,
-        EXPERTS=min(32, triton.next_power_of_2(num_experts)),
+        EXPERTS=min(32, next_power_of_2(num_experts)),
         num_warps=4,
     )
 
@@ -196,8 +196,8 @@ def offsets_and_record(block_counts: Tensor, record: Tensor, header: tuple[int, 
     blocks, num_experts = block_counts.shape
     if record.numel() < HEADER + num_experts:
         raise ValueError(f"a record of {num_experts} experts has {HEADER + num_experts} words, not {record.numel()}")
-    experts = min(16, triton.next_power_of_2(num_experts))
-    _offsets_and_record[(triton.cdiv(num_experts, experts),)](
+    experts = min(16, next_power_of_2(num_experts))
+    _offsets_and_record[(cdiv(num_experts, experts),)](
         block_counts, blocks, record, *header, E=num_experts, ROWS=256, EXPERTS=experts, num_warps=4
     )
 
@@ -339,8 +339,8 @@ def accept(records: Tensor, out: DeviceMap, *, rank: int, capacity: CapacityConf
         M=world,
         E=num_experts,
         K=top_k,
-        SOURCES=triton.next_power_of_2(world),
-        EXPERTS=triton.next_power_of_2(num_experts // world),
+        SOURCES=next_power_of_2(world),
+        EXPERTS=next_power_of_2(num_experts // world),
         num_warps=4,
     )
 

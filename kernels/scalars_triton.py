@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .fast_launch import fast
 from .peers import Peers
-from .triton_common import PEER_INTEGERS, Launch, peer_address, require_contiguous, rows_at, tl, triton
+from .triton_common import PEER_INTEGERS, Launch, cdiv, peer_address, require_contiguous, rows_at, tl, triton
 
 SCALARS = Launch(1056)
 BLOCK = 256
@@ -60,7 +60,7 @@ def put_scalars(
     world, t_max, top_k = local_rows.shape
     if not t_max:
         return
-    _put_scalars[launch.grid(triton.cdiv(t_max * top_k, BLOCK))](
+    _put_scalars[launch.grid(cdiv(t_max * top_k, BLOCK))](
         values,
         local_rows,
         tokens,
@@ -95,7 +95,7 @@ def take_scalars(returned: Tensor, dest_rank: Tensor, out: Tensor, *, launch: La
     if not out.numel():
         return
     world, t_max, top_k = returned.shape
-    _take_scalars[launch.grid(triton.cdiv(out.numel(), BLOCK))](
+    _take_scalars[launch.grid(cdiv(out.numel(), BLOCK))](
         returned, dest_rank, out, t_max, out.numel(), M=world, K=top_k, BLOCK=BLOCK, **launch.options
     )
 
@@ -137,7 +137,7 @@ def get_values(
     require_contiguous(dest_rank=dest_rank, dest_row=dest_row, out=out)
     if not out.numel():
         return
-    _get_values[launch.grid(triton.cdiv(out.numel(), BLOCK))](
+    _get_values[launch.grid(cdiv(out.numel(), BLOCK))](
         *peers.arguments,
         num_rows,
         dest_rank,

@@ -5,7 +5,7 @@
 from torch import Tensor
 
 from .fast_launch import fast
-from .triton_common import Launch, require_contiguous, tl, triton
+from .triton_common import Launch, cdiv, require_contiguous, tl, triton
 
 SCATTER = Launch(1056)
 
@@ -34,6 +34,6 @@ def scatter_rows(rows: Tensor, targets: Tensor, out: Tensor, num_rows: Tensor, *
     width = rows.shape[1]
     block = launch.columns(width)
     launch = launch.of_whole_lanes(block, rows.element_size())
-    _scatter_rows[launch.grid(rows.shape[0] * triton.cdiv(width, block))](
+    _scatter_rows[launch.grid(rows.shape[0] * cdiv(width, block))](
         rows, targets, out, num_rows, rows.shape[0], out.shape[0], D=width, BLOCK=block, **launch.options
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .fast_launch import fast
 from .peers import Peers
-from .triton_common import INTERPRETED, tl, triton
+from .triton_common import INTERPRETED, next_power_of_2, tl, triton
 
 OK, TIMED_OUT, ABORTED = 0, 1, 2  # status[0]
 STATUS_WORDS = 3
@@ -158,7 +158,7 @@ def post(counter: Tensor, signals: Peers, ticket: Tensor | None = None) -> None:
     rank) on every rank. ``ticket``: int64 [1], receives the new count: what ``wait`` waits for.
     """
     _require_plain(signals)
-    lanes = triton.next_power_of_2(signals.world)
+    lanes = next_power_of_2(signals.world)
     _post[(1,)](counter, signals.base, signals.offset, ticket, M=signals.world, LANES=lanes, num_warps=1)
 
 
@@ -321,7 +321,7 @@ def send(
         signals.offset,
         ticket,
         M=signals.world,
-        LANES=triton.next_power_of_2(signals.world),
+        LANES=next_power_of_2(signals.world),
         BLOCK=256,
         num_warps=4,
     )

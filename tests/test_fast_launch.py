@@ -107,6 +107,26 @@ def test_the_second_launch_goes_straight_to_the_compiled_kernel(hooked: bool, mo
     assert rest == [x.data_ptr(), y.data_ptr(), 6, 9, 8, 3]
 
 
+def test_a_tensor_that_the_gpu_cannot_reach_never_gets_past_triton() -> None:
+    """Catches an address of the host's memory that goes to the GPU because a like launch came before."""
+    kernel = Kernel(_kernel())
+    named = {"WIDTH": 8}
+    on_gpu, _ = kernel.kind((WORDS.as_subclass(_OnGPU), WORDS.as_subclass(_OnGPU), 2, 2), named)
+    mixed, _ = kernel.kind((WORDS.as_subclass(_OnGPU), WORDS, 2, 2), named)
+    assert on_gpu != mixed and "host" in mixed and "host" not in on_gpu
+
+    class Jit:
+        params = kernel.jit.params
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **named: _Compiled()
+
+    kernel.jit = Jit()
+    for kind in (on_gpu, mixed):
+        kernel._first((1,), (), named, (0, kind))
+    assert list(kernel._kinds) == [(0, on_gpu)]
+
+
 def test_tensors_by_name_are_refused() -> None:
     """Catches a tensor that decides the kind by its identity and would be kept alive by it."""
     with pytest.raises(TypeError, match="WIDTH: tensors are passed by position"):

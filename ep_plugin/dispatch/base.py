@@ -154,6 +154,11 @@ class Dispatcher(ABC, Generic[StateT]):
             raise ValueError(f"topk_idx has shape {tuple(topk_idx.shape)}; expected [T, {self.top_k}]")
         if topk_idx.dtype.is_floating_point or topk_idx.dtype == torch.bool:
             raise ValueError(f"topk_idx has dtype {topk_idx.dtype}; expected an integer dtype")
+        self._check_device("topk_idx", topk_idx)
+
+    def _check_device(self, name: str, tensor: Tensor) -> None:
+        if tensor.device.type != self.device.type:
+            raise ValueError(f"{name} is on {tensor.device}; this dispatcher moves rows on {self.device}")
 
     def check_x(self, num_tokens: int, x: Tensor) -> None:
         """``ValueError`` quoting what does not fit in ``x`` [T, D] of a plan of ``num_tokens`` tokens."""
@@ -163,6 +168,7 @@ class Dispatcher(ABC, Generic[StateT]):
             )
         if x.dtype != self.dtype:
             raise ValueError(f"x has dtype {x.dtype}; this dispatcher was built for {self.dtype}")
+        self._check_device("x", x)
 
     def check_rows(self, state: StateT, x: Tensor, topk_weight: Tensor) -> None:
         """``ValueError`` quoting what does not fit the plan in ``x`` [T, D] or ``topk_weight`` [T, K]."""
@@ -173,6 +179,7 @@ class Dispatcher(ABC, Generic[StateT]):
             )
         if not topk_weight.dtype.is_floating_point:
             raise ValueError(f"topk_weight has dtype {topk_weight.dtype}; expected a floating-point dtype")
+        self._check_device("topk_weight", topk_weight)
 
     @abstractmethod
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> StateT:
@@ -249,6 +256,7 @@ class Dispatcher(ABC, Generic[StateT]):
             )
         if y.dtype != self.dtype:
             raise ValueError(f"y has dtype {y.dtype}; this dispatcher was built for {self.dtype}")
+        self._check_device("y", y)
         needed = self.config.weight_at in ("output", "source")
         if needed != (weights is not None):
             raise ValueError(
