@@ -1,5 +1,7 @@
 """The recipes: every choice composes, wrong names are caught with the close match, other applications can use them."""
 
+import functools
+
 import hydra
 import pytest
 import torch
@@ -8,17 +10,22 @@ from omegaconf import OmegaConf
 
 from ep_plugin.config import EPConfig
 from ep_plugin.train.checks import check_comparable, check_settings
-from ep_plugin.train.compose import compose_launch, recipe_options
+from ep_plugin.train.compose import Launch, compose_launch, recipe_options
 from ep_plugin.train.model import transformers_config
 from ep_plugin.train.settings import RunConfig
 
 EXPERIMENTS = recipe_options()["experiment"]
 
 
+@functools.cache
+def composed(experiment: str) -> Launch:
+    return compose_launch([f"experiment={experiment}"])
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_and_fits_four_ranks(experiment):
     """Catches a recipe with a misspelt setting, or one that no longer passes the checks."""
-    launch = compose_launch([f"experiment={experiment}"])
+    launch = composed(experiment)
     assert launch.config.name == experiment
     for config in launch.variants.values():
         assert check_settings(config, 4).world_size == 4
@@ -150,7 +157,7 @@ def test_recipes_of_a_users_own_folder(tmp_path):
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_printed_settings_give_the_same_run_again(experiment):
     """Catches resolved settings that lose or change something on the way through YAML."""
-    launch = compose_launch([f"experiment={experiment}"])
+    launch = composed(experiment)
     again = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(OmegaConf.to_yaml(launch.resolved)))
     assert OmegaConf.to_object(again) == launch.config
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra import compose, initialize_config_module
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -66,7 +66,7 @@ def recipe_options() -> dict[str, list[str]]:
     """Every config group of the recipes with its choices."""
     register()
     with initialize_config_module(RECIPES, version_base="1.3", job_name="ep_plugin"):
-        return {group: names for group, names in _options(_loader()).items() if names}
+        return {group: list(names) for group, names in _options().items() if names}
 
 
 def _compose_launch(overrides: list[str]) -> Launch:
@@ -98,11 +98,9 @@ def _compose(overrides: list[str]) -> tuple[RunConfig, DictConfig, str]:
     return config, composed, output_dir
 
 
-def _loader() -> ConfigLoader:
-    return GlobalHydra.instance().config_loader()
-
-
-def _options(loader: ConfigLoader) -> dict[str, list[str]]:
+@functools.cache
+def _options() -> dict[str, list[str]]:
+    loader = GlobalHydra.instance().config_loader()
     groups = [g for g in loader.list_groups("") if g != "hydra"]
     options = {g: loader.get_group_options(g, ObjectType.CONFIG) for g in groups}
     return {g: [o for o in names if o != HIDDEN_OPTION] for g, names in options.items() if names}
@@ -111,7 +109,7 @@ def _options(loader: ConfigLoader) -> dict[str, list[str]]:
 def _check_overrides(overrides: Sequence[str], where: str = "") -> list[Override]:
     """Parse ``overrides`` and raise ``ValueError`` for a group, choice or setting that does not exist."""
     prefix = f"{where}: " if where else ""
-    options = _options(_loader())
+    options = _options()
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
             homes = [f"{group}={text}" for group, names in options.items() if text in names]
@@ -126,7 +124,7 @@ def _check_overrides(overrides: Sequence[str], where: str = "") -> list[Override
         if isinstance(value, str) and value not in choices and not elsewhere:
             close = [f"{group}={choice}" for choice in difflib.get_close_matches(value, choices, n=1)]
             raise ValueError(f"{prefix}{group}={value} does not exist{_hint(close)}; choices: {', '.join(choices)}")
-    names = _setting_names([o.input_line for o in parsed if o.input_line and (o in groups or o.is_hydra_override())])
+    names = _setting_names(*(o.input_line for o in parsed if o.input_line and (o in groups or o.is_hydra_override())))
     for override in own:
         key = override.key_or_group
         if key in options or key in names or key.startswith(FREE_SETTINGS):
@@ -135,8 +133,9 @@ def _check_overrides(overrides: Sequence[str], where: str = "") -> list[Override
     return parsed
 
 
-def _setting_names(group_overrides: list[str]) -> list[str]:
-    composed = compose(ROOT, group_overrides)
+@functools.cache
+def _setting_names(*group_overrides: str) -> list[str]:
+    composed = compose(ROOT, list(group_overrides))
     return list(_walk(OmegaConf.to_container(composed, resolve=False)))
 
 
