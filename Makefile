@@ -26,6 +26,7 @@ docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python docs/hooks.py
 	$(BIN)/python -m mkdocs build --strict
+	@echo "Read it: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=..." if sys.version_info < (3, 11) else 0)'

@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_the_first_program_trains(tmp_path):
     (program,) = (block for block in blocks("index.md", "python") if block.startswith("# train.py"))
     assert program in blocks("README.md", "python")
     printed = run_program(tmp_path, program)
-    assert re.findall(r"step (\d)  loss [5-7]\.\d+  norm \d", printed) == ["0", "1", "2", "3", "4"], printed
+    assert re.findall(r"step (\d)  loss [4-6]\.\d+  norm \d", printed) == ["0", "1", "2", "3", "4"], printed
 
 
 def execute(source: str, names: dict[str, Any], where: str) -> None:
@@ -75,8 +76,9 @@ def execute(source: str, names: dict[str, Any], where: str) -> None:
 
 def torch_page(rank: int, world: int) -> list[int]:
     names: dict[str, Any] = {"torch": torch}
-    for number, block in enumerate(blocks("torch.md", "python")):
-        execute(block, names, f"torch.md, block {number}")
+    with mock.patch.object(dist, "init_process_group"):  # the pool's processes have one
+        for number, block in enumerate(blocks("torch.md", "python")):
+            execute(block, names, f"torch.md, block {number}")
     readme = next(block for block in blocks("README.md", "python") if "GroupedMLP" in block)
     x = torch.randn(5, 64).bfloat16()
     idx = torch.randint(0, 16, (5, 2))
@@ -246,11 +248,10 @@ def templates() -> str:
 def test_troubleshooting_quotes_messages_that_exist():
     """Fault: a message that was changed, so that nobody finds its remedy."""
     everything = templates()
-    headings = re.findall(r"^### `(.*)`$", PAGES["troubleshooting.md"], re.MULTILINE)
-    assert len(headings) > 15
+    ours, torchs = PAGES["troubleshooting.md"].split("\n## From torch and Python\n")
+    headings = re.findall(r"^### `(.*)`$", ours, re.MULTILINE)
+    assert len(headings) > 15 and "\n## " not in torchs
     for heading in headings:
-        if heading.startswith("terminate called"):  # the C++ library's
-            continue
         pieces = [piece for piece in re.split(r"\s*…\s*", heading) if len(piece) > 3]
         assert pieces, heading
         for piece in pieces:
