@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..kernels.fan_out import fan_out_torch, row_routes_torch
@@ -65,7 +66,7 @@ class LocalDispatcher(Dispatcher[RouteState]):
     def _by_route(state: RouteState, rows: Tensor) -> Tensor:
         """[T, K, …]: each route's entry of ``rows`` [R, …], zero where there is no route."""
         index = state.map.dest_row
-        out = rows.new_zeros((*index.shape, *rows.shape[1:]))
-        accepted = index >= 0
-        out[accepted] = rows.index_select(0, index[accepted].long())
-        return out
+        if not rows.shape[0]:
+            return rows.new_zeros((*index.shape, *rows.shape[1:]))
+        there = (index >= 0).view(*index.shape, *[1] * (rows.dim() - 1))
+        return torch.where(there, rows[index.clamp(min=0).long()], 0)
