@@ -17,11 +17,16 @@ from .triton_common import INTERPRETED, triton
 class Kernel:
     """A Triton kernel, launched like it: ``kernel[grid](*arguments, CONSTANT=...)``.
 
-    Constants and compiler options are passed by name, all else by position. Triton's checks of the globals that a
-    kernel reads, and its hooks before a run, are those of the first launch of a kind."""
+    Constants stand last, and are passed by name like compiler options; all else by position: tensors, numbers, None.
+    Triton's checks of the globals that a kernel reads, and its hooks before a run, are those of the first launch of a
+    kind."""
 
     def __init__(self, jit: Any) -> None:
         self.jit = jit
+        constant = [p.is_constexpr for p in jit.params]
+        if constant != sorted(constant):
+            raise TypeError(f"{jit.__name__}: constants are its last parameters")
+        self._by_position = constant.count(False)
         fixed = jit.do_not_specialize
         self._plain = [i in fixed or name in fixed for i, name in enumerate(jit.arg_names)]
         self._kinds: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -34,8 +39,9 @@ class Kernel:
         tensors as addresses.
 
         Launches of one kind are alike to Triton: it tells tensors apart by dtype and by whether they start at a
-        multiple of 16 bytes, integers by width and, where it may specialize on them, by being 1 or a multiple of 16.
-        It also refuses tensors that the GPU cannot reach.
+        multiple of 16 bytes, integers by width and, where it may specialize on them, by being 1 or a multiple of 16,
+        and constants by how they are written: 1, True and 1.0 are three, and so are 0.0 and -0.0 two. It also refuses
+        tensors that the GPU cannot reach.
         """
         kind: list[Any] = []
         values: list[Any] = []
@@ -43,7 +49,7 @@ class Kernel:
         for argument, plain in zip(arguments, self._plain, strict=False):
             if type(argument) is int:
                 put(argument)
-                wide = not -0x80000000 <= argument <= 0x7FFFFFFF
+                wide = 0 if -0x80000000 <= argument <= 0x7FFFFFFF else 1 + (argument >> 63 > 0)
                 tell(wide if plain else (wide, argument == 1, argument & 15 == 0))
             elif argument is None:
                 put(None)
@@ -59,7 +65,11 @@ class Kernel:
             else:
                 put(argument)
                 tell(type(argument))
-        return (*kind, *named.items()), values
+        constants = tuple(named.values())
+        types = tuple(map(type, constants))
+        if float in types:
+            constants = tuple(map(str, constants))
+        return (*kind, tuple(named), constants, types), values
 
     def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         driver = triton.runtime.driver.active
@@ -87,8 +97,17 @@ class Kernel:
         for name, value in named.items():
             if isinstance(value, Tensor):
                 raise TypeError(f"{name}: tensors are passed by position")
+        names = self.jit.arg_names[: self._by_position]
+        if len(arguments) != len(names):
+            raise TypeError(f"{len(arguments)} arguments by position; {len(names)} are: {', '.join(names)}")
+        for name, value in zip(names, arguments, strict=True):
+            # Of anything else the kind holds the type alone, and Triton may specialize on its value.
+            if value is not None and type(value) not in (int, float, bool) and not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{name}={value!r} is a {type(value).__name__}, not a tensor, an int, a float or a bool"
+                )
         compiled = self.jit[grid](*arguments, **named)
-        if "host" not in kind[1]:
+        if compiled is not None and "host" not in kind[1]:  # a hook of Triton's may have kept it from compiling
             rest = self.jit.params[len(arguments) :]
             self._kinds[kind] = (compiled, tuple(named.get(p.name, p.default) for p in rest))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from typing import Any
 
@@ -12,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 from ep_plugin.kernels.fast_launch import Kernel, fast  # noqa: E402
 
-INTEGERS = (0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**40), 48 << 40)
+INTEGERS = (0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**40), 48 << 40, 2**63, 2**64 - 1)
 WORDS = torch.zeros(64, dtype=torch.int64)
 TENSORS = (None, WORDS, WORDS[1:], WORDS[2:], WORDS.int(), WORDS.bfloat16()[8:], WORDS.bfloat16()[3:])
 
@@ -50,6 +51,23 @@ def test_launches_of_one_kind_are_one_kernel_to_triton() -> None:
     assert len(kinds) < 3 * len(set(kinds.values()))  # and not every call is a kind of its own
 
 
+def test_constants_and_numbers_that_are_equal_but_not_alike_are_other_kinds() -> None:
+    """Catches a kernel compiled for 1 that serves 1.0 or True, one for 0.0 that serves -0.0, an integer's for a bool
+    or a float, and constants that are told apart at every launch though they are alike."""
+    jit = _kernel()
+    kernel, told = Kernel(jit), _of_triton(jit)
+    constants = (1, True, 1.0, 0, False, 0.0, -0.0, float("nan"), None, "1", "nan", triton.language.float32)
+    numbers = (1, True, 1.0, 0, False, 0.0, 16, 16.0)
+    kinds: dict[Any, str] = {}
+    for width, form, counted, plain in itertools.product(constants, constants, numbers, numbers):
+        arguments, named = (WORDS, None, counted, plain), {"WIDTH": width, "FORM": form}
+        said = told(*arguments, **named)
+        assert kinds.setdefault(kernel.kind(arguments, named)[0], said) == said, (arguments, named)
+    assert len(set(kinds.values())) <= len(kinds) <= 2 * len(set(kinds.values()))
+    nan, other = ({"WIDTH": float("nan")} for _ in range(2))
+    assert kernel.kind((), nan) == kernel.kind((), other)
+
+
 class _Compiled:
     """Takes a launch as Triton's compiled kernel does."""
 
@@ -75,7 +93,7 @@ def test_the_second_launch_goes_straight_to_the_compiled_kernel(hooked: bool, mo
     kernel, compiled, firsts = Kernel(_kernel()), _Compiled(), []
 
     class Jit:
-        params = kernel.jit.params
+        params, arg_names = kernel.jit.params, kernel.jit.arg_names
 
         def __getitem__(self, grid: Any) -> Any:
             return lambda *arguments, **named: firsts.append((grid, arguments, named)) or compiled
@@ -111,26 +129,76 @@ def test_a_tensor_that_the_gpu_cannot_reach_never_gets_past_triton() -> None:
     """Catches an address of the host's memory that goes to the GPU because a like launch came before."""
     kernel = Kernel(_kernel())
     named = {"WIDTH": 8}
-    on_gpu, _ = kernel.kind((WORDS.as_subclass(_OnGPU), WORDS.as_subclass(_OnGPU), 2, 2), named)
-    mixed, _ = kernel.kind((WORDS.as_subclass(_OnGPU), WORDS, 2, 2), named)
+    calls = [(WORDS.as_subclass(_OnGPU), WORDS.as_subclass(_OnGPU), 2, 2), (WORDS.as_subclass(_OnGPU), WORDS, 2, 2)]
+    on_gpu, mixed = (kernel.kind(arguments, named)[0] for arguments in calls)
     assert on_gpu != mixed and "host" in mixed and "host" not in on_gpu
 
+    kernel.jit = _jit_of(kernel, _Compiled())
+    for arguments, kind in zip(calls, (on_gpu, mixed), strict=True):
+        kernel._first((1,), arguments, named, (0, kind))
+    assert list(kernel._kinds) == [(0, on_gpu)]
+
+
+def _jit_of(kernel: Kernel, compiled: Any) -> Any:
+    """Triton's side of ``kernel``, whose compiler gives ``compiled``."""
+
     class Jit:
-        params = kernel.jit.params
+        params, arg_names = kernel.jit.params, kernel.jit.arg_names
 
         def __getitem__(self, grid: Any) -> Any:
-            return lambda *arguments, **named: _Compiled()
+            return lambda *arguments, **named: compiled
 
-    kernel.jit = Jit()
-    for kind in (on_gpu, mixed):
-        kernel._first((1,), (), named, (0, kind))
-    assert list(kernel._kinds) == [(0, on_gpu)]
+    return Jit()
+
+
+def test_a_kernel_that_was_not_compiled_is_not_launched_next_time() -> None:
+    """Catches the None that Triton gives when its hook took the compilation over, kept as a kernel."""
+    kernel = Kernel(_kernel())
+    kernel.jit = _jit_of(kernel, None)
+    kernel._first((1,), (None, None, 2, 2), {"WIDTH": 8}, (0, ()))
+    assert not kernel._kinds
+
+
+class _Phase(enum.IntEnum):
+    FIRST = 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "message"),
+    [
+        ((WORDS, None, 2), {}, "3 arguments by position; 4 are: source, target, counted, plain"),
+        ((WORDS, None, 2), {"plain": 2}, "3 arguments by position"),
+        ((WORDS, None, 2, 2, 8), {}, "5 arguments by position"),
+        ((WORDS, None, 2, 2, 8, 3, 5), {}, "7 arguments by position"),
+        ((WORDS, None, _Phase.FIRST, 2), {}, "counted=.* is a _Phase, not a tensor"),
+        ((WORDS, None, (1, 2), 2), {}, "counted=.* is a tuple"),
+        ((WORDS, triton.language.float32, 2, 2), {}, "target=.* is a dtype"),
+    ],
+)
+def test_what_the_kind_does_not_tell_is_refused(arguments: Any, named: dict[str, Any], message: str) -> None:
+    """Catches arguments too few or too many, constants by position, and values that Triton specializes on by more than
+    their type, which the kind does not hold: a second launch would take the first one's kernel."""
+    kernel = Kernel(_kernel())
+    named = {"WIDTH": 8, **named}
+    with pytest.raises(TypeError, match=message):
+        kernel._first((1,), arguments, named, (0, kernel.kind(arguments, named)[0]))
+
+
+def test_constants_stand_last() -> None:
+    """Catches a kernel whose constants would be passed where its arguments are."""
+
+    @triton.jit
+    def mixed(source, WIDTH: triton.language.constexpr, bound):
+        pass
+
+    with pytest.raises(TypeError, match="mixed: constants are its last parameters"):
+        Kernel(mixed)
 
 
 def test_tensors_by_name_are_refused() -> None:
     """Catches a tensor that decides the kind by its identity and would be kept alive by it."""
     with pytest.raises(TypeError, match="WIDTH: tensors are passed by position"):
-        Kernel(_kernel())._first((1,), (), {"WIDTH": WORDS}, ())
+        Kernel(_kernel())._first((1,), (WORDS, None, 2, 2), {"WIDTH": WORDS}, ())
 
 
 def test_under_the_interpreter_a_kernel_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
