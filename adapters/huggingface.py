@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import EPConfig, check_shape, one_of
+from ..config import EPConfig, check_config, check_shape, one_of
 from ..dispatch import RouteState
 from ..layer import Experts, ForeignExperts, moe_step
 from ..topology import ProcessGroups
@@ -370,7 +370,7 @@ def patch_model(
     Raises ``ValueError``, before anything is changed, for a model without (matching) experts modules, an unknown
     layout, settings or degrees that do not fit, or ranks that start from different weights.
     """
-    config.validate()
+    check_config(config)
     one_of("experts", experts, EXPERTS)
     if config.weight_at == "input":
         raise ValueError(

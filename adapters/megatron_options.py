@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..config import EPConfig, one_of
+from ..config import EPConfig, check_config, one_of
 
 EXPERTS = ("megatron", "plugin")
 # Their products take rows padded per expert to 16 (mxfp8: 32), which TEGroupedMLP or the dispatcher does.
@@ -16,7 +16,7 @@ _OVERLAPS = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")  #
 def check_options(config: Any, ep: EPConfig, experts: str, *, ep_size: int, etp_size: int) -> None:
     """``ValueError`` naming the first setting of Megatron's ``config`` that ``ep`` cannot honour."""
     one_of("experts", experts, EXPERTS)
-    ep.validate()
+    check_config(ep)
     if ep.schedule.kind != "none":
         beside = [name for name in _OVERLAPS if getattr(config, name, False)]
         raise ValueError(

@@ -37,6 +37,10 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}{hint}")
 
 
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
 @dataclass
 class CapacityConfig:
     """How many routes an expert rank accepts (report, section 10.3 and Figure 16).
@@ -51,7 +55,7 @@ class CapacityConfig:
 
     def validate(self) -> None:
         one_of("capacity.policy", self.policy, POLICIES)
-        if not math.isfinite(self.factor) or self.factor <= 0:
+        if not _positive(self.factor):
             raise ValueError(f"capacity.factor={self.factor!r} must be a positive finite number, 1.25 for example")
 
 
@@ -279,9 +283,9 @@ class EPConfig:
             )
         for name in ("max_tokens", "slots"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be at least 1, or null to size it from what is seen")
-        if not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
+        if not _positive(self.timeout_s):
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
 
     def _validate_device_transport(self) -> None:
@@ -316,6 +320,13 @@ class EPConfig:
                 "weight_at='input' multiplies rows that are already quantised under precision='mxfp8'; use 'hidden',"
                 " 'output' or 'source'"
             )
+
+
+def check_config(config: object) -> None:
+    """``ValueError`` for what is no ``EPConfig`` (its name, a dict), or one whose settings are wrong."""
+    if not isinstance(config, EPConfig):
+        raise ValueError(f"config={config!r} must be an EPConfig: EPConfig(dispatcher='rowwise') for example")
+    config.validate()
 
 
 def check_shape(*, num_experts: int, top_k: int, hidden_size: int, ep: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ep_plugin.config import EPConfig
 from ep_plugin.dispatch import Dispatched, Dispatcher, build_dispatcher
+from ep_plugin.experts import GroupedMLP
 from ep_plugin.layer import moe_step
 from tests.moe import PATHS, Inputs, Problem, make_experts, make_inputs
 
@@ -263,6 +264,10 @@ def test_too_few_slots_is_a_clear_error_on_all_ranks(pool, form):
         ({"dispatcher": "rowise"}, {}, "rowise.*rowwise"),
         ({"form": "dedup", "weight_at": "source"}, {}, "weight_at='source'.*form='route'"),
         ({"slots": 0}, {}, "slots=0"),
+        ({"slots": "4"}, {}, "slots='4' must be"),
+        ({"timeout_s": "4"}, {}, "timeout_s='4' must be"),
+        ({"dispatcher": "local"}, {"dtype": "bfloat16"}, "dtype='bfloat16' must be"),
+        ({"dispatcher": "local"}, {"dtype": torch.int8}, "dtype=torch.int8 must be"),
         ({"capacity": "rank"}, {}, r"capacity='rank' must be a CapacityConfig: capacity=CapacityConfig"),
         ({"max_tokens": -1}, {}, "max_tokens=-1"),
         ({"dispatcher": "rowwise"}, {}, "torchrun"),
@@ -275,6 +280,17 @@ def test_bad_settings_need_no_processes(settings, shape, message):
         build_dispatcher(
             EPConfig(**settings), **{"num_experts": 8, "top_k": 2, "hidden_size": 4, "dtype": torch.float32, **shape}
         )
+
+
+def test_what_is_no_config_and_experts_of_another_number():
+    """Fault: Python's own error about an attribute, or one about the offsets of rows, for a newcomer's slip."""
+    shape = {"num_experts": 4, "top_k": 2, "hidden_size": 4, "dtype": torch.float32}
+    with pytest.raises(ValueError, match=r"config='rowwise' must be an EPConfig: EPConfig\(dispatcher='rowwise'\)"):
+        build_dispatcher("rowwise", **shape)
+    dispatcher = build_dispatcher(EPConfig(dispatcher="local"), **shape)
+    half = GroupedMLP(4, 4, 4, num_local=2, dtype=torch.float32)
+    with pytest.raises(ValueError, match="these experts are 2, and the dispatcher sends rows of 4: num_local must be"):
+        moe_step(dispatcher, torch.ones(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2), half)
 
 
 def bad_shapes(rank: int, world: int) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import EPConfig, check_shape
+from ..config import EPConfig, check_config, check_shape
 from ..heap import Heap, open_heap
 from ..slots import slots_for
 from .agree import agree
@@ -49,7 +49,11 @@ def build_dispatcher(
     share between dispatchers of several shapes; otherwise rowwise opens and closes one of its own. ``expert_width`` F:
     what ``schedule.kind='auto'`` looks its shape up by, besides. Raises ``ValueError`` for settings or shapes that do
     not fit, before anything is made."""
-    config.validate()
+    check_config(config)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"dtype={dtype!r} must be the floating-point torch.dtype of the rows, torch.bfloat16 for example"
+        )
     shape: dict[str, Any] = dict(
         num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, dtype=dtype, group=group, device=device
     )

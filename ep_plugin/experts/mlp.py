@@ -232,7 +232,13 @@ class GroupedMLP(nn.Module):
                 bias.zero_()
 
     def forward(self, d: Dispatched, weight_at: WeightAt = "hidden") -> Tensor:
-        """Expert rows [R, D] → expert outputs [R, D]; see grouped_mlp."""
+        """Expert rows [R, D] → expert outputs [R, D]; see grouped_mlp. ``ValueError`` for another number of experts."""
+        arrived = d.offsets.numel() - 1
+        if arrived != self.up.shape[0]:
+            raise ValueError(
+                f"these experts are {self.up.shape[0]}, and the dispatcher sends rows of {arrived}: num_local must be"
+                " num_experts divided by the EP degree"
+            )
         return grouped_mlp(
             d,
             self.up,
