@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,50 @@ def test_traces_of_ranks_are_on_one_clock_and_told_apart():
     arrows = [e["id"] for e in events if e.get("cat") == "ac2g"]
     assert len(arrows) == len(set(arrows)) == 3 * 16
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 1: python"]
+
+
+# Which profilers have the ranges made
+
+
+class _Spanned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with spans.span("forward"):
+            return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        with spans.span("backward"):
+            return grad.clone()
+
+
+def _step() -> None:
+    _Spanned.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def _all_threads(**options: Any) -> torch.profiler.profile:
+    from torch._C._profiler import _ExperimentalConfig
+
+    return torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True), **options)
+
+
+@pytest.mark.parametrize("make", [torch.profiler.profile, _all_threads, torch.autograd.profiler.profile])
+@pytest.mark.parametrize("thread", [False, True])
+def test_every_profiler_of_torch_sees_the_ranges(make, thread):
+    """Catches ranges that a profiler does not get, of whichever thread it looks at, and ranges made while none is on."""
+    assert spans.span("forward") is spans.span("backward")
+    options = {} if make is torch.autograd.profiler.profile else {"activities": [torch.profiler.ProfilerActivity.CPU]}
+    with make(**options) as profiler:
+        if thread:
+            other = threading.Thread(target=_step)
+            other.start()
+            other.join()
+        else:
+            _step()
+    events = profiler.function_events if make is torch.autograd.profiler.profile else profiler.events()
+    found = sorted(e.name for e in events if e.name.startswith("ep/"))
+    assert found == (["ep/backward", "ep/forward"] if make is _all_threads or not thread else [])
+    assert spans.span("forward") is spans.span("backward")
 
 
 # NVTX

@@ -35,9 +35,14 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 def span(name: str) -> AbstractContextManager[Any]:
     """A range ``ep/<name>`` around a ``with`` block; the benchmarks read the time of each phase from these."""
-    if _range is record_function and not _always and not torch.autograd._profiler_enabled():
-        return _NOTHING
-    return _range(f"ep/{name}")
+    if _range is not record_function or _always or _profiled():
+        return _range(f"ep/{name}")
+    return _NOTHING
+
+
+def _profiled() -> bool:
+    """Whether a profiler of torch's is on: in this thread, or one that profiles all threads."""
+    return torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
 
 
 def emit_nvtx(on: bool = True) -> None:
