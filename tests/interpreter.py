@@ -1,6 +1,6 @@
 """Triton's interpreter in fewer steps, for processes that import this before their first kernel.
 
-Most of its time goes into putting its functions in place of triton.language's, again whenever a kernel calls another
+Much of its time goes into putting its functions in place of triton.language's, again whenever a kernel calls another
 function, although they stay in place until the launch ends; and into finding the NumPy type of a Triton type."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def _patch_once(fn: Callable[..., Any]) -> Any:
     """What undoes it at the end of a launch; callers other than launches do not look at it."""
     modules = _modules_of(fn)
     if modules <= _patched:
-        return None
+        return SimpleNamespace(restore=lambda: None)
     launch = not _patched
     scope = _patch(fn)
     _patched.update(modules)
