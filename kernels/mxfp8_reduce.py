@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .mxfp8 import dequantize_torch, quantize_torch, record_width
-from .reduce import partial_sums_torch, sum_partials_torch
+from .reduce import has_kernel, partial_sums_torch, sum_partials_torch
 
 
 def pre_reduce_put_records_torch(
@@ -71,3 +71,14 @@ def get_reduce_records_torch(
         index[t, k] = torch.arange(len(t), device=index.device)
         total += partial_sums_torch(values, index, weights).to(dtype).to(torch.float32)
     return total.to(dtype)
+
+
+def sum_route_records(
+    records: Tensor, index: Tensor, dest_rank: Tensor, world: int, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """[T, D] in ``dtype`` from records uint8 [any, W] that lie at the source; the rest as in ``reduce.sum_routes``."""
+    if not has_kernel(records, world):
+        return get_reduce_records_torch([records] * world, dest_rank, index, weights, dtype)
+    from .mxfp8_reduce_triton import sum_route_records_triton
+
+    return sum_route_records_triton(records, index, dest_rank, world, weights, dtype)

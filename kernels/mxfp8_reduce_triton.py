@@ -6,6 +6,7 @@ D/32 bytes of a record, T_max tokens of a stripe. Tiles are [N blocks, 32].
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import torch
 from torch import Tensor
 
 from .fast_launch import fast
@@ -23,6 +24,7 @@ from .mxfp8_triton_common import (
     to_values,
 )
 from .peers import Peers
+from .reduce_triton import all_here
 from .sync_triton import ChunkSignal, last_signals, part_edge
 from .triton_common import (
     PEER_INTEGERS,
@@ -374,3 +376,15 @@ def get_reduce_records(
         N=block // SIZE,
         **launch.options,
     )
+
+
+def sum_route_records_triton(
+    records: Tensor, index: Tensor, dest_rank: Tensor, world: int, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """As ``sum_route_records``: every rank's records are pulled from this one tensor."""
+    out = torch.empty((index.shape[0], record_width(records.shape[1])), dtype=dtype, device=records.device)
+    records, peers = all_here(records, world)
+    weights = None if weights is None else weights.to(torch.float32).contiguous()
+    places = dest_rank.contiguous(), index.to(torch.int32).contiguous()
+    get_reduce_records(peers, *places, weights, out, num_rows=records.shape[0])
+    return out

@@ -8,12 +8,15 @@ Legend: T local tokens, K routes per token, M ranks, R expert rows, D row width,
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .peers import MAX_PEERS
+
+KERNEL_DEVICES: tuple[str, ...] = ("cuda",)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -120,10 +123,15 @@ def sum_routes_torch(
     return total.to(rows.dtype)
 
 
+def has_kernel(rows: Tensor, world: int) -> bool:
+    """Whether ``rows`` of ``world`` ranks can be summed by a kernel here."""
+    return rows.device.type in KERNEL_DEVICES and world <= MAX_PEERS and importlib.util.find_spec("triton") is not None
+
+
 def sum_routes(rows: Tensor, index: Tensor, dest_rank: Tensor, world: int, weights: Tensor | None = None) -> Tensor:
     """``sum_routes_torch``; on GPUs as one kernel, bit-equal, that the host does not wait for (groups of at most
-    ``MAX_PEERS`` ranks)."""
-    if not rows.is_cuda or world > MAX_PEERS:
+    ``MAX_PEERS`` ranks, with Triton)."""
+    if not has_kernel(rows, world):
         return sum_routes_torch(rows, index, dest_rank, world, weights)
     from .reduce_triton import sum_routes_triton
 

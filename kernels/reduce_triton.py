@@ -375,12 +375,17 @@ def sum_routes_triton(
     rows: Tensor, index: Tensor, dest_rank: Tensor, world: int, weights: Tensor | None = None
 ) -> Tensor:
     """As ``sum_routes_torch``: every rank's rows are pulled from this one tensor."""
+    out = rows.new_empty((index.shape[0], rows.shape[1]))
+    rows, peers = all_here(rows, world)
+    weights = None if weights is None else weights.to(accumulation_dtype(rows.dtype)).contiguous()
+    places = dest_rank.contiguous(), index.to(torch.int32).contiguous()
+    get_reduce(peers, *places, weights, out, num_rows=rows.shape[0])
+    return out
+
+
+def all_here(rows: Tensor, world: int) -> tuple[Tensor, Peers]:
+    """``rows`` as kernels want them, which must outlive their launch, and ``world`` peers that all have these."""
     rows = rows.contiguous()
     if rows.data_ptr() % 16:  # kernels move 16 bytes at a time
         rows = rows.clone()
-    out = rows.new_empty((index.shape[0], rows.shape[1]))
-    base = torch.full((world,), rows.data_ptr(), dtype=torch.int64, device=rows.device)  # no copy from the host
-    weights = None if weights is None else weights.to(accumulation_dtype(rows.dtype)).contiguous()
-    places = dest_rank.contiguous(), index.to(torch.int32).contiguous()
-    get_reduce(Peers(base), *places, weights, out, num_rows=rows.shape[0])
-    return out
+    return rows, Peers(torch.full((world,), rows.data_ptr(), dtype=torch.int64, device=rows.device))  # no copy there

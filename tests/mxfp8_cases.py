@@ -254,6 +254,15 @@ def check_movements(device: str, dtype: torch.dtype, width: int, seed: int = 0) 
                 num_rows=bound,
             )
             same(out, total, ("get", weighted, *what))
+            if source:
+                continue
+            guard = torch.full((1, nbytes), GUARD, dtype=torch.uint8)
+            sent = torch.cat([guard, *rows]).to(device)[1:]  # which starts where it happens to
+            starts = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
+            index = torch.where(m.dest_rank >= 0, m.dest_row + starts[m.dest_rank.clamp(min=0)], -1).to(device)
+            by_route = None if w is None else w.to(device)
+            out = kernels.sum_route_records_triton(sent, index, m.dest_rank.to(device), world, by_route, dtype)
+            same(out, total, ("sum of routes", weighted, *what))
 
     stage = torch.full((world * t_max, nbytes), 0xFF, dtype=torch.uint8)
     own = [ref.quantize_torch(torch.randn(t, width, generator=g) * 4) for t in tokens]

@@ -129,7 +129,7 @@ def _all_threads(**options: Any) -> torch.profiler.profile:
 @pytest.mark.parametrize("make", [torch.profiler.profile, _all_threads, torch.autograd.profiler.profile])
 @pytest.mark.parametrize("thread", [False, True])
 def test_every_profiler_of_torch_sees_the_ranges(make, thread):
-    """Catches ranges that a profiler does not get, of whichever thread it looks at, and ranges made while none is on."""
+    """Catches ranges that a profiler does not get, whichever threads it looks at, and ranges made while none is on."""
     assert spans.span("forward") is spans.span("backward")
     options = {} if make is torch.autograd.profiler.profile else {"activities": [torch.profiler.ProfilerActivity.CPU]}
     with make(**options) as profiler:

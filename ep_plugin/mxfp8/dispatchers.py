@@ -25,7 +25,7 @@ from ..dispatch.block import BlockDispatcher, BlockState
 from ..dispatch.local import LocalDispatcher
 from ..heap import Heap
 from ..kernels.fan_out import fan_out_torch
-from ..kernels.mxfp8_reduce import get_reduce_records_torch
+from ..kernels.mxfp8_reduce import sum_route_records
 from ..kernels.reduce import sum_routes
 from .deepep import DeepEPMXFP8
 from .gemm import choose_gemm
@@ -41,7 +41,7 @@ MovementsT = TypeVar("MovementsT", bound=MXFP8Movements)
 def _sum_routes(rows: Tensor, index: Tensor, state: RouteState, world: int, w: Tensor | None, wire: Wire) -> Tensor:
     """``sum_routes`` of rows that came back as ``wire`` says; ``index`` [T, K]: the row of each route."""
     if wire.records:
-        return get_reduce_records_torch([rows] * world, state.map.dest_rank, index, w, wire.plain)
+        return sum_route_records(rows, index, state.map.dest_rank, world, w, wire.plain)
     return sum_routes(rows, index, state.map.dest_rank, world, w)
 
 
