@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -322,6 +323,29 @@ def test_tensors_on_another_device_are_refused_by_name():
     dispatched = one.dispatch(state, x, weight)
     with pytest.raises(ValueError, match="y is on meta"):
         one.combine(state, dispatched.rows.to("meta"), dispatched.weights)
+
+
+@pytest.mark.parametrize("other", ["cpu", "cuda:0", "meta"])
+def test_tensors_of_another_gpu_are_refused(other):
+    """Catches GPU 0's memory in a kernel of GPU 1, and a GPU without a number taken for another one."""
+    one = build_dispatcher(EPConfig(dispatcher="local"), num_experts=4, top_k=2, hidden_size=8, dtype=torch.float32)
+    one.device = torch.device("cuda", 1)
+    one._check_device("x", SimpleNamespace(device=torch.device("cuda", 1)))
+    with pytest.raises(ValueError, match=f"x is on {other}; this dispatcher moves rows on cuda:1"):
+        one._check_device("x", SimpleNamespace(device=torch.device(other)))
+    one.device = torch.device("cuda")
+    one._check_device("x", SimpleNamespace(device=torch.device("cuda", 1)))
+
+
+def test_a_heap_of_another_gpu_than_the_current_one(monkeypatch):
+    """Catches kernels that are launched on GPU 0 with GPU 1's addresses, because nobody called set_device."""
+    from ep_plugin.heap.device import require_current
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert require_current("heap='torch'", torch.device("cuda")) == torch.device("cuda", 0)
+    assert require_current("heap='torch'", torch.device("cuda", 0)) == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"is on cuda:1, but .* on cuda:0: call torch.cuda.set_device\(1\)"):
+        require_current("heap='torch'", torch.device("cuda", 1))
 
 
 def test_shapes_that_do_not_fit_the_group(pool):

@@ -157,7 +157,8 @@ class Dispatcher(ABC, Generic[StateT]):
         self._check_device("topk_idx", topk_idx)
 
     def _check_device(self, name: str, tensor: Tensor) -> None:
-        if tensor.device.type != self.device.type:
+        its, mine = tensor.device, self.device
+        if its.type != mine.type or not (mine.index is None or its.index is None or its.index == mine.index):
             raise ValueError(f"{name} is on {tensor.device}; this dispatcher moves rows on {self.device}")
 
     def check_x(self, num_tokens: int, x: Tensor) -> None:

@@ -130,6 +130,17 @@ def require_addresses(name: str, tables: Sequence[Sequence[int]]) -> None:
         )
 
 
+def require_current(what: str, device: torch.device) -> torch.device:
+    """``device`` with its number; ``ValueError`` unless it is the current one, on which kernels are launched."""
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):
+        raise ValueError(
+            f"{what} is on {device}, but this process launches kernels on cuda:{current}: call"
+            f" torch.cuda.set_device({device.index}) first"
+        )
+    return torch.device("cuda", current)
+
+
 class DeviceHeap(Heap):
     """Symmetric heap of the GPUs of ``group``, one per rank. See the module for what backends add.
 
@@ -146,7 +157,7 @@ class DeviceHeap(Heap):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the group whose heap it opens")
-        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self.device = require_current(f"heap={self.name!r}", device)
         self.timeout_s = float(timeout_s)
         # Kernels write it, ``check`` reads it.
         self.status = torch.zeros(sync.STATUS_WORDS, dtype=torch.int64).pin_memory()
