@@ -65,5 +65,6 @@ def enforce(check: CheckConfig, curves: list[Curve], differences: list[Differenc
         final = curve.losses[-1]
         if check.below_unigram and not final < entropy:
             raise CheckFailed(
-                f"the final loss of {curve.name} is {final:.4f}, not below the text's unigram entropy {entropy:.4f}"
+                f"the final loss of {curve.name} is {final:.4f}, not below the text's unigram entropy {entropy:.4f}:"
+                " train for more trainer.steps, or set check.below_unigram=false"
             )
