@@ -38,7 +38,7 @@ from ..layer import Experts, ForeignExperts, moe_step
 from ..topology import ProcessGroups
 from .huggingface_architectures import architectures as architectures
 from .huggingface_checkpoint import Whole, save_pretrained
-from .huggingface_dispatchers import Dispatchers, Shape
+from .huggingface_dispatchers import Dispatchers, Shape, with_slots
 from .huggingface_experts import ExpertsLayout, NotOurs, OurExperts
 from .huggingface_families import Family, check_layout, find_sites, similar_modules, whole_shape
 from .huggingface_gather import Part
@@ -390,6 +390,8 @@ def patch_model(
     if groups is not None:
         broadcast_start(model, groups) if broadcast else check_same_start(model, groups)
 
+    checkpointing = bool(getattr(model, "is_gradient_checkpointing", False))
+    config = with_slots(config, list(shapes.values()), checkpointing)
     dispatchers = Dispatchers(config, None if groups is None else groups.ep_mp)
     for shape in shapes.values():
         dispatchers.of(shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch import nn
 from ..config import EPConfig
 from ..dispatch import Dispatcher, build_dispatcher
 from ..metrics import total
+from ..slots import DEFAULT_SLOTS
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,22 @@ class Shape:
     device: torch.device
     weight_at: str | None = None
     expert_width: int | None = None
+
+
+def with_slots(config: EPConfig, shapes: Sequence[Shape], checkpointing: bool) -> EPConfig:
+    """``config`` with as many payload slots as a training step of layers of ``shapes``, one each, holds on GPUs, where
+    the settings leave that open. Under activation checkpointing the default has enough."""
+    open_ = config.dispatcher == "rowwise" and config.slots is None and not checkpointing
+    if not open_ or all(shape.device.type == "cpu" for shape in shapes) or len(shapes) < DEFAULT_SLOTS:
+        return config
+    slots = len(shapes) + 1
+    logger.info(
+        "%d MoE layers: %d payload slots. With gradient checkpointing 2 are enough: turn it on before patch_model, or"
+        " set slots=2",
+        len(shapes),
+        slots,
+    )
+    return replace(config, slots=slots)
 
 
 class Dispatchers:

@@ -217,7 +217,8 @@ class EPConfig:
     sum at the token). ``max_tokens``: the most tokens a rank passes to one layer call;
     ``None`` sizes buffers from what is seen and grows them where the row counts are visible on the host. ``slots``:
     payload buffers, one for each MoE layer call whose backward has not run, so MoE layers · forwards in flight, and
-    one for layers that are checkpointed (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on GPUs.
+    one for layers that are checkpointed (``dispatch.slots_for``); ``None`` grows on demand on CPU and is 4 on GPUs,
+    where adapters count the layers themselves.
     ``timeout_s``: how long any wait for a peer lasts, in a step and while a dispatcher is built, before it fails and
     stops the group (of deepep in a step: before the GPU traps). ``precision``: ``bf16`` keeps rows in their own dtype;
     ``mxfp8`` moves and multiplies them as ``mxfp8`` says, in one autograd node of dispatch, experts and combine.

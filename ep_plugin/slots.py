@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from .config import one_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+DEFAULT_SLOTS = 4  # of rowwise on GPUs, where nothing else is known
 
 
 def slots_for(

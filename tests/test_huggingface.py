@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_plugin.adapters.huggingface import PatchedModel, patch_model
+from ep_plugin.adapters.huggingface_dispatchers import Shape, with_slots
 from ep_plugin.adapters.huggingface_experts import find_experts
 from ep_plugin.adapters.huggingface_families import check_layout
 from ep_plugin.adapters.huggingface_replicas import fingerprint
@@ -697,3 +698,22 @@ def test_fingerprint_depends_on_bits_and_places():
     assert int(fingerprint(x.view(20, 50).t().contiguous().t())) == marks[0]
     for dtype in (torch.bfloat16, torch.float16, torch.bool, torch.int32, torch.complex64, torch.uint8):
         assert int(fingerprint(x.to(dtype))) == int(fingerprint(x.to(dtype).clone()))
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "layers", "checkpointing", "slots"),
+    [
+        ({}, "cuda", 16, False, 17),
+        ({}, "cuda", 3, False, None),  # the default has enough
+        ({}, "cuda", 4, False, 5),
+        ({}, "cuda", 16, True, None),
+        ({"slots": 2}, "cuda", 16, False, 2),
+        ({}, "cpu", 16, False, None),  # grows by itself
+        ({"dispatcher": "block"}, "cuda", 16, False, None),
+    ],
+)
+def test_slots_are_counted_where_nothing_says_them(given, device, layers, checkpointing, slots):
+    """Catches a model of five layers that stops at its fifth on GPUs, and a setting that is not obeyed."""
+    shape = Shape(EXPERTS, TOP_K, HIDDEN, torch.bfloat16, torch.device(device))
+    config = with_slots(EPConfig(**{"dispatcher": "rowwise", **given}), [shape] * layers, checkpointing)
+    assert config.slots == slots

@@ -42,6 +42,7 @@ from ..kernels.reduce import accumulation_dtype
 from ..kernels.reduce_triton import sum_partials
 from ..kernels.scalars_triton import take_scalars
 from ..routing import RouteMap, drop_metrics, rows_bound
+from ..slots import DEFAULT_SLOTS
 from .base import Arrived, Dispatcher, Rebuild, RouteOverflow, RouteState, span
 from .device_buffers import PART_BACK, PART_THERE, Chunks, Launches, Scratch, parts_of
 from .layout import Part, Region
@@ -141,7 +142,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
         self.set_launch(resolve(self.config.launch, self.shape(max_tokens)))
         shape = {"top_k": self.top_k, "hidden_size": self.hidden_size, "dtype": self.dtype}
         self.moves = make_moves(self.config.transport, self.heap, form=self.config.form, max_tokens=max_tokens, **shape)
-        self.slots = self.config.slots or 4
+        self.slots = self.config.slots or DEFAULT_SLOTS
         self.payload = SlotPool(self.heap, self.payload_region.nbytes, self.slots + 1, "payload")
         handle, self.ahead = self._lease(self.payload, "")
         own = torch.full((1,), handle, dtype=torch.int64, device=self.device)

@@ -40,6 +40,7 @@ from ..kernels.put_triton import put_meta, put_unique, put_values
 from ..kernels.scalars_triton import get_values, put_scalars, take_scalars
 from ..kernels.triton_common import Launch
 from ..routing import rows_bound
+from ..slots import DEFAULT_SLOTS
 from .codec import Form, Operand, Received, empty_operand
 from .gemm import ExpertGemm
 from .movements import MXFP8Movements, Wire, Wires
@@ -147,7 +148,7 @@ class DeviceRowwiseMXFP8(MXFP8Movements, DeviceRowwiseDispatcher):
         # Every rank has pulled the gradients that lie in payload slots.
         self.pulled = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.set_launch(resolve(self.config.launch, self.shape(max_tokens)))
-        self.slots = self.config.slots or 4
+        self.slots = self.config.slots or DEFAULT_SLOTS
         self.payload = SlotPool(self.heap, self.payload_region.nbytes, self.slots + 1, "payload")
         handle, self.ahead = self._lease(self.payload, "")
         own = torch.full((1,), handle, dtype=torch.int64, device=self.device)
