@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .dispatch import Dispatched, Dispatcher, RouteState
 from .experts import WeightAt
+from .watch import before_host_looks
 
 
 class Experts(Protocol):
@@ -36,6 +37,7 @@ class ForeignExperts:
         self.fn = fn
 
     def __call__(self, d: Dispatched, weight_at: WeightAt) -> Tensor:
+        before_host_looks(d.offsets.device)  # ``fn`` may do so too
         num_rows = int(d.offsets[-1]) if d.num_rows is None else d.num_rows
         counts = d.tokens_per_expert
         experts = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts, output_size=num_rows)

@@ -41,6 +41,7 @@ STORE_S = 2.0  # how long an answer of the store is waited for
 GONE, CLOSED = "no longer running", "which has closed its dispatcher"
 LATER_S = 2.0  # by how much the process group's own time-out comes after ours
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_watching: weakref.WeakSet[GroupWatch] = weakref.WeakSet()
 
 
 def rank_names(group: dist.ProcessGroup | None) -> list[str]:
@@ -104,6 +105,7 @@ class GroupWatch:
         self._who: dict[int, _Who] = {}
         self._look: threading.Thread | None = None
         self._me = _Who.own()
+        _watching.add(self)
         store = dist.PrefixStore(f"ep_plugin/{self._group.group_name}", dist.distributed_c10d._get_default_store())
         # The ranks of a group make their watches in the same order, so those of one number belong together.
         self._store = dist.PrefixStore(str(store.add(f"watches/{self.rank}", 1) - 1), store)
@@ -345,6 +347,14 @@ class GroupWatch:
             return self._group._get_backend(torch.device("cpu")) is not None
         except RuntimeError:
             return False
+
+
+def before_host_looks(device: torch.device) -> None:
+    """To be called where the host is about to read values of ``device``, which may be behind a collective: waits for
+    those that this process enqueued, each with its group's time-out, and raises what ``GroupWatch.settle`` does."""
+    if device.type != "cpu":
+        for watch in list(_watching):
+            watch.settle()
 
 
 def _done(work: Any, seconds: float) -> bool:

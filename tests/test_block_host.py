@@ -16,12 +16,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ep_plugin import watch
 from ep_plugin.config import EPConfig, LegsConfig, MXFP8Config
-from ep_plugin.dispatch import block
+from ep_plugin.dispatch import Dispatched, block
 from ep_plugin.dispatch.base import Arrived
 from ep_plugin.dispatch.block import BlockDispatcher, BlockState
+from ep_plugin.experts.groups import HostLoop
+from ep_plugin.heap import HeapTimeout
 from ep_plugin.kernels import mxfp8_reduce, reduce
+from ep_plugin.layer import ForeignExperts
 from ep_plugin.mxfp8.dispatchers import BlockMXFP8, Precision
+from ep_plugin.mxfp8.gemm import Sm100TE
 from ep_plugin.routing import RouteMap
 
 T, K, N, R, M, E, D = 5, 3, 11, 9, 2, 4, 64
@@ -156,3 +161,34 @@ def test_sums_of_records_are_those_of_rows() -> None:
     assert not reduce.has_kernel(_empty(1, 1), reduce.MAX_PEERS + 1)
     with mock.patch("importlib.util.find_spec", return_value=None):
         assert not reduce.has_kernel(_empty(1, 1), M)
+
+
+class _Stuck:
+    """A group whose collective does not end."""
+
+    def settle(self) -> None:
+        raise HeapTimeout("stuck")
+
+
+def _foreign(offsets: Tensor) -> Any:
+    return ForeignExperts(lambda rows, *_: rows)(Dispatched(_empty(R, D), _empty(R), offsets, R), "output")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda offsets: HostLoop(offsets, R),
+        lambda offsets: Sm100TE.pack_groups(None, _empty(R, D), offsets),
+        _foreign,
+    ],
+    ids=["a GEMM per expert", "groups of whole tiles", "experts of someone else"],
+)
+def test_who_looks_at_the_device_settles_first(look: Any) -> None:
+    """Catches experts that read their row counts behind an exchange with a dead peer, without a time-out."""
+    stuck = _Stuck()
+    watch._watching.add(stuck)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(HeapTimeout, match="stuck"):
+            look(_empty(E // M + 1, dtype=torch.int64))
+    finally:
+        watch._watching.discard(stuck)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.reduce import accumulation_dtype
+from ..watch import before_host_looks
 
 # The public name came after the private one; both have the same arguments.
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -79,6 +80,7 @@ class HostLoop(Groups):
 
     def __init__(self, offsets: Tensor, valid: int):
         super().__init__(offsets, valid)
+        before_host_looks(offsets.device)
         self.bounds: list[int] = offsets.tolist()
         if self.bounds[0] != 0 or any(end < start for start, end in pairwise(self.bounds)):
             raise ValueError(f"offsets must start at 0 and never decrease, got {self.bounds}")

@@ -29,6 +29,7 @@ from torch import Tensor
 from ..config import GEMMS, MXFP8Config, one_of
 from ..experts.groups import GroupedMM, Groups, HostLoop, grouped_mm_refusal, valid_rows
 from ..kernels.mxfp8 import split_records
+from ..watch import before_host_looks
 from .codec import Form, Operand, dequantize, quantize, quantize_rowwise, swizzle_scales
 from .weights import WeightCache
 
@@ -255,6 +256,7 @@ class Sm100TE(Sm100Mx):
     def pack_groups(self, records: Tensor, offsets: Tensor) -> tuple[Tensor, list[int], Tensor, Tensor]:
         """Records [R, K + K/32] with every group padded by zero rows to whole tiles of 128: the place int64 [valid R]
         of each row, the padded group sizes, E4M3 [sum(sizes), K] and the scales' tiles (float8_e8m0fnu)."""
+        before_host_looks(offsets.device)
         counts = offsets.diff().cpu()
         sizes = (counts + 127) // 128 * 128
         shift = torch.repeat_interleave(sizes.cumsum(0) - sizes - (counts.cumsum(0) - counts), counts)
