@@ -21,6 +21,7 @@ from ep_plugin.heap import HeapAborted, HeapTimeout, open_heap
 from ep_plugin.heap.base import Heap
 from ep_plugin.heap.device import DeviceHeap
 from ep_plugin.layer import ForeignExperts, moe_step
+from ep_plugin.mxfp8.node import mxfp8_mlp
 from tests.gpu.step import E, K, Step
 
 D, F, T = 256, 128, 96
@@ -319,12 +320,13 @@ def test_no_host_sync_between_router_and_combine(heap: Heap, ranks: Ranks, form:
     dispatcher.close()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("weight_at", ["hidden", "output", "source"])
-def test_block_waits_for_the_device_in_plan_alone(ranks: Ranks, weight_at: str) -> None:
+def test_block_waits_for_the_device_in_plan_alone(ranks: Ranks, weight_at: str, precision: str) -> None:
     """A look at the device behind an exchange: the host would wait there for a dead peer, without a time-out."""
     rank, world, device = ranks
     dispatcher = build_dispatcher(
-        EPConfig(dispatcher="block", weight_at=weight_at), num_experts=E, top_k=K, hidden_size=D,
+        EPConfig(dispatcher="block", weight_at=weight_at, precision=precision), num_experts=E, top_k=K, hidden_size=D,
         dtype=torch.bfloat16, device=device,
     )  # fmt: skip
     mlp, step = experts(rank, world, device), steps(rank, world, device, 1)[0]
@@ -334,9 +336,15 @@ def test_block_waits_for_the_device_in_plan_alone(ranks: Ranks, weight_at: str) 
     mlp.zero_grad()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        dispatched = dispatcher.dispatch(state, x, w)
-        y = mlp(dispatched, weight_at)
-        out = dispatcher.combine(state, y, {"output": dispatched.weights, "source": w}.get(weight_at))
+        if precision == "mxfp8":
+            own = mlp.mlp()
+            out = mxfp8_mlp(
+                dispatcher, state, x, w, own.up, own.down, activation=own.activation, transposed=own.transposed
+            )
+        else:
+            dispatched = dispatcher.dispatch(state, x, w)
+            y = mlp(dispatched, weight_at)
+            out = dispatcher.combine(state, y, {"output": dispatched.weights, "source": w}.get(weight_at))
         out.backward(step.grads[rank])
     finally:
         torch.cuda.set_sync_debug_mode("default")
