@@ -390,8 +390,7 @@ def patch_model(
     if groups is not None:
         broadcast_start(model, groups) if broadcast else check_same_start(model, groups)
 
-    checkpointing = bool(getattr(model, "is_gradient_checkpointing", False))
-    config = with_slots(config, list(shapes.values()), checkpointing)
+    config = with_slots(config, list(shapes.values()), _checkpoints(model))
     dispatchers = Dispatchers(config, None if groups is None else groups.ep_mp)
     for shape in shapes.values():
         dispatchers.of(shape)
@@ -409,6 +408,14 @@ def patch_model(
     for layer in layers:
         layer.install(gradients)
     return PatchedModel(model, groups, dispatchers, layers, gradients)
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Whether activation checkpointing is on, by transformers' newer name or its older one."""
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
+        if hasattr(type(model), name):
+            return bool(getattr(model, name))
+    return False
 
 
 def _check_mxfp8(modules: dict[str, tuple[nn.Module, Family]], layouts: dict[str, ExpertsLayout | None]) -> None:

@@ -93,8 +93,8 @@ def test_a_peer_killed_while_the_heap_opens():
     """Catches ranks left in the rendezvous of a heap that one of them will never join."""
     exits = run_forked(die_while_opening, 3)
     assert [exit.code for exit in exits] == [1, 1, -signal.SIGKILL], exits
-    for exit in exits[:2]:
-        assert "in alloc of buffer 'control': waited in vain for rank 2 (pid" in exit.stderr, exit
+    for exit in exits[:2]:  # the one that looks later may find the other gone too
+        assert re.search(r"in alloc of buffer 'control': waited in vain for .*rank 2 \(pid", exit.stderr), exit
 
 
 def leave_with_the_heap_open(rank, world, bad):
@@ -141,6 +141,7 @@ def interrupted(rank, world):
     heap = open_heap("shm", None, "cpu", LONG)
     heap.barrier(PHASE)
     if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ep_plugin.config import EPConfig, LegsConfig, MXFP8Config, ScheduleConfig
@@ -213,6 +214,7 @@ def fail_on_one_rank(rank: int, world: int) -> str:
     waves = problem.dispatcher("dedup", schedule=ScheduleConfig("wave_overlapped"))
     experts = make_experts(problem, rank, world)
     run_step(waves, experts, mine)
+    dist.barrier()  # the other may still be in that step when this one fails
     x = mine.x.float() if rank == 1 else mine.x
     try:
         run_step(waves, experts, Inputs(x, mine.idx, mine.weight, mine.upstream), layer="layers.3")
