@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that cost the host a third of Triton's own.
+"""Launches of Triton kernels that cost the host less than Triton's own.
 
 A training step launches dozens of small kernels, and the host must not be what the GPU waits for. Triton binds,
 specializes and looks up every launch anew, in Python; here a launch is looked up by what Triton specializes on, and

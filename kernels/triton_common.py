@@ -73,8 +73,7 @@ def narrow(values, DTYPE: tl.constexpr):
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Least integer that is not below the quotient. Triton's own serves kernels too and takes the host ten times as
-    long."""
+    """Least integer that is not below the quotient. (Triton's own serves kernels too, and takes the host longer.)"""
     return -(-number // divisor)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ep_plugin.adapters import huggingface
 from ep_plugin.adapters.huggingface import PatchedModel, patch_model
 from ep_plugin.adapters.huggingface_dispatchers import Shape, with_slots
 from ep_plugin.adapters.huggingface_experts import find_experts
@@ -717,3 +718,21 @@ def test_slots_are_counted_where_nothing_says_them(given, device, layers, checkp
     shape = Shape(EXPERTS, TOP_K, HIDDEN, torch.bfloat16, torch.device(device))
     config = with_slots(EPConfig(**{"dispatcher": "rowwise", **given}), [shape] * layers, checkpointing)
     assert config.slots == slots
+
+
+def test_patch_model_counts_its_layers_and_sees_checkpointing(monkeypatch):
+    """Catches a patched model that nobody counted, or whose checkpointing is not seen."""
+    asked = []
+
+    def counted(config, shapes, checkpointing):
+        asked.append((len(shapes), checkpointing))
+        return replace(config, slots=7)
+
+    monkeypatch.setattr(huggingface, "with_slots", counted)
+    model = PlainModel(layers=2)
+    handle = patch_model(model, EPConfig(dispatcher="local"))
+    assert asked == [(2, False)] and handle.dispatchers.config.slots == 7
+    handle.close()
+    assert not huggingface._checkpoints(PlainModel(layers=1))
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
+        assert huggingface._checkpoints(type("Checkpointed", (PlainModel,), {name: True})(layers=1))
