@@ -82,6 +82,9 @@ def test_every_path_and_weight_place_in_float64(pool):
     cases = [(*way, Problem(TOKENS), token) for way in ways()]
     cases += [(path, place, Problem(TOKENS), expert) for path in PATHS for place in ("hidden", "output")]
     cases += [(path, "hidden", Problem((5, 0)), schedules(4, by=("token",))[0]) for path in PATHS]
+    cases += [
+        (path, place, Problem((5, 3)), s) for path in PATHS for place in ("hidden", "input") for s in schedules(1)
+    ]
     assert_right(pool, [case for case in cases if case[2].world == 4])
     assert_right(pool, [case for case in cases if case[2].world == 2])
 
@@ -134,9 +137,14 @@ def run_bits(rank: int, world: int, problem: Problem) -> list[str]:
     for path in PATHS:
         plain = problem.dispatcher(path)
         waves = problem.dispatcher(path, schedule=ScheduleConfig("wave_overlapped", 3))
+        one = problem.dispatcher(path, schedule=ScheduleConfig("wave_overlapped", 1))
         experts = identity(problem, rank, world)
         want = step(plain, experts)
-        for what, got in (("", step(waves, experts)), (", checkpointed", step(waves, experts, checkpointed))):
+        for what, got in (
+            ("", step(waves, experts)),
+            (", checkpointed", step(waves, experts, checkpointed)),
+            (", one wave", step(one, experts)),
+        ):
             for name, a, b in zip(("out", "dx", "dweight", "dup", "ddown"), got, want, strict=True):
                 if not same_bits(a, b):
                     wrong.append(f"rank {rank}, {path}{what}: {name} differs by {(a - b).abs().max()}")
@@ -148,8 +156,8 @@ def run_bits(rank: int, world: int, problem: Problem) -> list[str]:
         stats = waves.stats()
         if stats.get("slots_peak", 2) != 2 or stats.get("slots_in_use"):
             wrong.append(f"rank {rank}, {path}: two layers leased {stats}")
-        plain.close()
-        waves.close()
+        for dispatcher in (plain, waves, one):
+            dispatcher.close()
     return wrong
 
 

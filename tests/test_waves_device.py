@@ -56,6 +56,7 @@ def test_device_path():
         ("route", "hidden", problem, token),
         ("route", "source", problem, token),
         ("dedup", "input", capped, token),
+        ("dedup", "hidden", problem, ScheduleConfig("wave_overlapped", 1)),
         ("route", "hidden", capped, expert),
     ]
     dist.run_apart(check_cases, problem.world, cases, TRITON_INTERPRET="1")

@@ -131,7 +131,8 @@ class _DeviceWaves(_OneRegionPerWave):
         self.wave = self.waves - 1  # the slot that is leased ahead is for a first wave
         self.grad_slots = type(self).grad_slots * self.waves  # all waves' live together
         super().__init__(*args, **kwargs)
-        self._side_back = torch.cuda.Stream(self.device)
+        self.side = torch.cuda.Stream(self.device, priority=-1)  # before what the lanes do meanwhile
+        self._side_back = torch.cuda.Stream(self.device, priority=-1)
 
     def _make(self: Any, max_tokens: int, max_rows: int) -> None:
         wave, self.wave = self.wave, self.waves - 1

@@ -107,16 +107,20 @@ def drive(
     experts: Callable[[int], Any],
     back: Callable[[int], Any],
     after_experts: Callable[[int, Mark], None] | None = None,
+    meanwhile: Callable[[], Any] | None = None,
 ) -> None:
     """Run every wave through its three stages, each stage's waves in ascending order.
 
-    The host gives a wave's experts before the next wave's rows, so that the GEMMs take their multiprocessors first.
-    ``after_experts``: more work behind a wave's experts, given before its rows travel back."""
+    The host gives a wave's experts before the next wave's rows, and what follows on their lane before its own rows
+    travel back, so that GEMMs take their multiprocessors first. ``after_experts``: more work behind a wave's experts.
+    ``meanwhile``: work of the experts' lane beside the first wave's rows on their way there."""
     arrived = [pipeline.run(THERE, lambda: there(0))[1]]
+    if meanwhile is not None:
+        pipeline.run(EXPERTS, meanwhile)
     for wave in range(waves):
         _, made = pipeline.run(EXPERTS, lambda wave=wave: experts(wave), arrived[wave])  # type: ignore[misc]
         if wave + 1 < waves:
             arrived.append(pipeline.run(THERE, lambda wave=wave: there(wave + 1))[1])  # type: ignore[misc]
-        pipeline.run(BACK, lambda wave=wave: back(wave), made)  # type: ignore[misc]
         if after_experts is not None:
             after_experts(wave, made)
+        pipeline.run(BACK, lambda wave=wave: back(wave), made)  # type: ignore[misc]

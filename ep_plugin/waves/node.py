@@ -5,7 +5,7 @@ i + 1 travels to its experts while those of wave i are differentiated and the gr
 Weight gradients need no communication and none waits for them, so they come last, beside the last rows on their way
 back. By token they are one product each over the rows of all waves, put in one order: what a product over each wave
 and a sum of these would cost in passes over the weights' gradients exceeds what overlap can win, and the sums over a
-microbatch's rows stay in the GEMM's float32.
+microbatch's rows stay in the GEMM's float32. One wave has nothing to put in order, and is cut by expert.
 
 Hidden rows are made again in backward. Everything kept is in autograd's saved tensors, the lease of the slot included.
 
@@ -16,6 +16,7 @@ else F, R_w rows of one wave, R rows of all waves, RB >= R rows that buffers hol
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,8 +116,9 @@ class WaveExperts(torch.autograd.Function):
                 s, wave = sent[i], waves[i]
                 with inner.guard("experts", layer):
                     offsets = s.state.map.offsets[wave.first : wave.last + 1]
+                    spared = pipeline.spared if len(waves) > 1 else _nothing_beside
                     made = mlp.of(wave.experts).forward(
-                        s.rows, s.weights, offsets, s.state.num_rows, s.arrived.output, pipeline.spared
+                        s.rows, s.weights, offsets, s.state.num_rows, s.arrived.output, spared
                     )
                 s.y, s.projected, s.arrived.output = made.y, made.projected, None
                 if s.arrived.rebuild is not None:
@@ -163,6 +165,11 @@ class WaveExperts(torch.autograd.Function):
             return _Backward(ctx, grad.contiguous()).run()
 
 
+def _nothing_beside(first: bool) -> AbstractContextManager[None]:
+    """In place of ``Pipeline.spared``: nothing travels beside this product."""
+    return nullcontext()
+
+
 def joined(parts: Sequence[Tensor], by: str) -> Tensor:
     """One tensor of every wave's [T_w, ·]: one after another by token, else their sum, rounded once."""
     if len(parts) == 1:
@@ -188,6 +195,7 @@ class Unpacked:
         self.grad_y: Tensor | None = None
         self.grad_weights: Tensor | None = None
         self.found: Gradients | None = None
+        self.made: Tensor | None = None
 
     @property
     def bound(self) -> int:
@@ -195,8 +203,11 @@ class Unpacked:
         return int(self.projected.shape[0])
 
     def rows(self) -> Tensor:
-        """The dispatched rows [R_w, D]."""
-        return self.rows_kept[0] if self.rebuild is None else self.rebuild(self.rows_kept, self.state.num_rows)
+        """The dispatched rows [R_w, D]; made again once, where they were not kept."""
+        if self.made is None:
+            kept = self.rows_kept
+            self.made = kept[0] if self.rebuild is None else self.rebuild(kept, self.state.num_rows)
+        return self.made
 
 
 class _Backward:
@@ -227,7 +238,9 @@ class _Backward:
         with self.lanes.open() as pipeline:
             self.pipeline = pipeline
             self.placed: Mark = None
-            drive(pipeline, len(self.waves), self.combine, self.experts, self.dispatch, self.after_experts)
+            again = self.needs[2] and self.whole is None and self.waves[0].rebuild is not None
+            meanwhile = self.first_rows if again else None
+            drive(pipeline, len(self.waves), self.combine, self.experts, self.dispatch, self.after_experts, meanwhile)
             pipeline.run(EXPERTS, self.weight_gradients, self.placed)
         need_x, need_weight, need_up, need_down, need_up_bias, need_down_bias = self.needs[:6]
         dx = joined(self.dx, self.by) if need_x else None
@@ -243,6 +256,11 @@ class _Backward:
             None,
             None,
         )
+
+    def first_rows(self) -> Tensor:
+        """The first wave's rows while its gradient crosses: the one waits for memory, the other for the link."""
+        with self.inner.guard("experts backward", self.layer):
+            return self.waves[0].rows()
 
     def combine(self, i: int) -> Any:
         """The gradient of wave i's tokens to its rows; then, where no one waits, into the order of the whole batch."""
@@ -270,8 +288,9 @@ class _Backward:
         with self.inner.guard("experts backward", self.layer):
             rows = w.rows() if self.weight_at == "input" else None
             place = None if self.whole is None else self.whole.place(i)
+            spared = self.pipeline.spared if len(self.waves) > 1 else _nothing_beside
             w.found = self.mlp.of(w.wave.experts).backward(
-                w.grad_y, rows, w.weights, w.projected, w.offsets, w.state.num_rows, place, self.pipeline.spared
+                w.grad_y, rows, w.weights, w.projected, w.offsets, w.state.num_rows, place, spared
             )
         return w.found, rows
 
@@ -317,14 +336,18 @@ class _Backward:
         """By expert: the weight gradients of wave w's experts."""
         assert w.found is not None and w.grad_y is not None
         mlp, dup, ddown = self.mlp.of(w.wave.experts), None, None
-        with self.inner.guard("experts backward", self.layer), self.pipeline.spared(False):
+        with self.inner.guard("experts backward", self.layer):
             groups = mlp.groups(w.offsets, w.state.num_rows, w.bound)
             if self.needs[3]:
                 assert w.found.hidden is not None
-                ddown = mlp.outer(groups, w.found.hidden, w.found.y).to(self.mlp.down.dtype)
+                with self.pipeline.spared():
+                    ddown = mlp.outer(groups, w.found.hidden, w.found.y).to(self.mlp.down.dtype)
             if self.needs[2]:
-                dup = mlp.outer(groups, mlp.operand(w.rows(), w.weights, groups.valid), w.found.projected)
-                dup = dup.to(self.mlp.up.dtype)
+                rows = mlp.operand(w.rows(), w.weights, groups.valid)
+                with self.pipeline.spared(not self.needs[3]):
+                    dup = mlp.outer(groups, rows, w.found.projected).to(self.mlp.up.dtype)
+                self.pipeline.hold(w.made)
+                w.made = None
         self.by_wave.append((dup, ddown))
 
     def _projections(self) -> tuple[Tensor | None, Tensor | None]:

@@ -26,6 +26,7 @@ SCHEDULES = [
     ScheduleConfig("wave_sequential", 3),
     ScheduleConfig("wave_overlapped", 3, spare=16),
     ScheduleConfig("wave_overlapped", 2, "expert", spare=0),
+    ScheduleConfig("wave_overlapped", 1),
 ]
 
 
@@ -89,13 +90,14 @@ def test_block_and_capacity(ranks: Ranks) -> None:
         plain.close()
 
 
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("form", ["dedup", "route"])
-def test_random_delays_on_every_lane(heap: Heap, ranks: Ranks, form: str) -> None:
+def test_random_delays_on_every_lane(heap: Heap, ranks: Ranks, form: str, number: int) -> None:
     """A buffer read before it was written, or written again before it was read, when a rank is late anywhere."""
     rank, world, device = ranks
     assert isinstance(heap, DeviceHeap)
     plain = build(heap, device, ScheduleConfig(), form=form)
-    waves = build(heap, device, ScheduleConfig("wave_overlapped", 3, spare=8), form=form, slots=2)
+    waves = build(heap, device, ScheduleConfig("wave_overlapped", number, spare=8), form=form, slots=2)
     mlp = experts(rank, world, device)
     for i, step in enumerate(steps(rank, world, device, 12)):
         want = run(plain, mlp, step, rank)
