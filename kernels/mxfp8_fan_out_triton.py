@@ -65,7 +65,6 @@ def _fan_out_records(
     N: tl.constexpr,
 ):
     W: tl.constexpr = D + D // 32
-    blocks: tl.constexpr = (D // 32 + N - 1) // N
     first = tl.program_id(0).to(tl.int64)
     for i in range(sources):
         source = (first_source + i + tl.zeros((), tl.int64)) % world
@@ -81,31 +80,55 @@ def _fan_out_records(
                 if source == own_rank:
                     record = own + tl.minimum(t, own_tokens - 1) * W
             if wanted:
-                scale = tl.full((), 1, tl.int32)
-                if data is not None:
-                    scale = row_scale(record, D, GROUPS)
-                for block in range(blocks):
-                    group = block * N + tl.arange(0, N)
-                    inside = (group < D // 32)[:, None]
-                    cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-                    plain, elements = _converted(record, group, scale, rows, data, D)
-                    for k in tl.static_range(K):
-                        row = tl.load(local_rows + token * K + k).to(tl.int64)
-                        there = row + tl.zeros((N, 1), tl.int64)
-                        kept = (there >= 0) & (there < bound) & inside
-                        # Under masks, not branches: those Triton 3.6 cannot compile around a cast that is shared.
-                        if rows is not None:
-                            tl.store(rows + there * D + cols, plain, mask=kept)
-                        if data is not None:
-                            tl.store(data + there * D + cols, elements, mask=kept)
-                        if (row >= 0) & (row < bound):
-                            if block == 0:
-                                if data is not None:
-                                    tl.store(scales + row, power_of_two(scale))
-                                if weights is not None:
-                                    tl.store(weights_out + row, tl.load(weights + token * K + k))
-                                if routes_out is not None:
-                                    tl.store(routes_out + row, token * K + k)
+                _write_token(
+                    record, local_rows, token * K, rows, data, scales, weights, weights_out, routes_out, bound,
+                    K, D, GROUPS, N,
+                )  # fmt: skip
+
+
+@triton.jit
+def _write_token(
+    record,
+    local_rows,
+    route,
+    rows,
+    data,
+    scales,
+    weights,
+    weights_out,
+    routes_out,
+    bound,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    N: tl.constexpr,
+):
+    """A token's record in the rows of all its routes, of which ``route`` is the first."""
+    scale = tl.full((), 1, tl.int32)
+    if data is not None:
+        scale = row_scale(record, D, GROUPS)
+    for block in range((D // 32 + N - 1) // N):
+        group = block * N + tl.arange(0, N)
+        inside = (group < D // 32)[:, None]
+        cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+        plain, elements = _converted(record, group, scale, rows, data, D)
+        for k in tl.static_range(K):
+            row = tl.load(local_rows + route + k).to(tl.int64)
+            there = row + tl.zeros((N, 1), tl.int64)
+            kept = (there >= 0) & (there < bound) & inside
+            # Under masks, not branches: those Triton 3.6 cannot compile around a cast that is shared.
+            if rows is not None:
+                tl.store(rows + there * D + cols, plain, mask=kept)
+            if data is not None:
+                tl.store(data + there * D + cols, elements, mask=kept)
+            if (row >= 0) & (row < bound):
+                if block == 0:
+                    if data is not None:
+                        tl.store(scales + row, power_of_two(scale))
+                    if weights is not None:
+                        tl.store(weights_out + row, tl.load(weights + route + k))
+                    if routes_out is not None:
+                        tl.store(routes_out + row, route + k)
 
 
 def fan_out_records(

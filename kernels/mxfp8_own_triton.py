@@ -77,15 +77,22 @@ def _quantize_own_rows(
         values = load_float32(x + t * D, group, group < D // 32)
         if weights is None:
             made = _forms(values, rows, data, CEIL)
-        for k in tl.static_range(K):
-            rank, row = tl.load(dest_rank + t * K + k), tl.load(dest_row + t * K + k).to(tl.int64)
-            row = tl.where((rank == own_rank) & (row < bound), row, -1)
-            if weights is None:
+            for k in tl.static_range(K):
+                row = _own_row(dest_rank, dest_row, t * K + k, own_rank, bound)
                 _write(row, made, records, rows, data, scales, D, N)
-            else:
+        else:
+            for k in range(K):  # of the GPU: the compiler takes time by the square of what it unrolls
+                row = _own_row(dest_rank, dest_row, t * K + k, own_rank, bound)
                 if row >= 0:
                     weighted = _forms(values * tl.load(weights + t * K + k), rows, data, CEIL)
                     _write(row, weighted, records, rows, data, scales, D, N)
+
+
+@triton.jit
+def _own_row(dest_rank, dest_row, route, own_rank, bound):
+    """The row of a route that stays, else −1."""
+    row = tl.load(dest_row + route).to(tl.int64)
+    return tl.where((tl.load(dest_rank + route) == own_rank) & (row < bound), row, -1)
 
 
 def quantize_own_rows(

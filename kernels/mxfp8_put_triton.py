@@ -50,7 +50,6 @@ def _quantize_put_rows(
     ROWS: tl.constexpr,
     N: tl.constexpr,
 ):
-    blocks: tl.constexpr = (D // 32 + N - 1) // N
     posted = tl.full((), 0, tl.int64)
     if arrivals is not None:
         posted = tl.load(counter)
@@ -60,26 +59,10 @@ def _quantize_put_rows(
         tile = next_tile(arrivals, chunk, -1, CHUNKS)
         while tile * ROWS < high - low:
             t = low.to(tl.int64) + tile * ROWS + tl.arange(0, ROWS)
-            for block in tl.static_range(blocks):
-                group = block * N + tl.arange(0, N)[None, :]
-                cols = group[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
-                inside = ((t < high)[:, None] & (group < D // 32))[:, :, None]
-                values = widen(tl.load(x + t[:, None, None] * D + cols, mask=inside, other=0.0), tl.float32)
-                scale = scale_bytes(tl.max(magnitude_bits(values), axis=2), CEIL)
-                elements = to_elements(values, scale[:, :, None])
-                for k in tl.static_range(K):
-                    record, wanted = _record_at(
-                        t, k, high, base, handles, handle_stride, max_handle, offset, num_rows, dest_rank, dest_row,
-                        skip_rank, M, K, D,
-                    )  # fmt: skip
-                    if weights is None:
-                        _store(record, wanted, elements, scale, block, D, N)
-                    else:
-                        if tl.max(wanted.to(tl.int32), 0) != 0:
-                            weight = tl.load(weights + t * K + k, mask=t < high, other=0)
-                            product = values * weight[:, None, None]
-                            its = scale_bytes(tl.max(magnitude_bits(product), axis=2), CEIL)
-                            _store(record, wanted, to_elements(product, its[:, :, None]), its, block, D, N)
+            _put_tile(
+                x, t, t < high, base, handles, handle_stride, max_handle, offset, num_rows, dest_rank, dest_row,
+                weights, skip_rank, M, K, D, CEIL, N,
+            )  # fmt: skip
             tile = next_tile(arrivals, chunk, tile, CHUNKS)
         if arrivals is not None:
             last = last_signals(arrivals + chunk, tl.num_programs(0), posted + chunk + 1, signal_base, signal_offset, M)
@@ -90,10 +73,59 @@ def _quantize_put_rows(
 
 
 @triton.jit
-def _record_at(
+def _put_tile(
+    x,
     t,
-    k,
-    high,
+    there,
+    base,
+    handles,
+    handle_stride,
+    max_handle,
+    offset,
+    num_rows,
+    dest_rank,
+    dest_row,
+    weights,
+    skip_rank,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    CEIL: tl.constexpr,
+    N: tl.constexpr,
+):
+    """All records of the tokens ``t`` [ROWS] that are ``there``.
+
+    Blocks, and routes with weights, are loops of the GPU: the compiler takes time by the square of what it unrolls."""
+    for block in range((D // 32 + N - 1) // N):
+        group = block * N + tl.arange(0, N)[None, :]
+        cols = group[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+        inside = (there[:, None] & (group < D // 32))[:, :, None]
+        values = widen(tl.load(x + t[:, None, None] * D + cols, mask=inside, other=0.0), tl.float32)
+        if weights is None:
+            scale = scale_bytes(tl.max(magnitude_bits(values), axis=2), CEIL)
+            elements = to_elements(values, scale[:, :, None])
+            for k in tl.static_range(K):
+                record, wanted = _record_at(
+                    t * K + k, there, base, handles, handle_stride, max_handle, offset, num_rows, dest_rank, dest_row,
+                    skip_rank, M, D,
+                )  # fmt: skip
+                _store(record, wanted, elements, scale, block, D, N)
+        else:
+            for k in range(K):
+                record, wanted = _record_at(
+                    t * K + k, there, base, handles, handle_stride, max_handle, offset, num_rows, dest_rank, dest_row,
+                    skip_rank, M, D,
+                )  # fmt: skip
+                if tl.max(wanted.to(tl.int32), 0) != 0:
+                    product = values * tl.load(weights + t * K + k, mask=there, other=0)[:, None, None]
+                    scale = scale_bytes(tl.max(magnitude_bits(product), axis=2), CEIL)
+                    _store(record, wanted, to_elements(product, scale[:, :, None]), scale, block, D, N)
+
+
+@triton.jit
+def _record_at(
+    route,
+    there,
     base,
     handles,
     handle_stride,
@@ -104,12 +136,11 @@ def _record_at(
     dest_row,
     skip_rank,
     M: tl.constexpr,
-    K: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Where the record of route k of each token ``t`` [ROWS] below ``high`` begins, and whether it is written."""
-    rank = tl.load(dest_rank + t * K + k, mask=t < high, other=-1)
-    row = tl.load(dest_row + t * K + k, mask=t < high, other=-1).to(tl.int64)
+    """Where the record of each ``route`` [ROWS] begins, of tokens that are ``there``, and whether it is written."""
+    rank = tl.load(dest_rank + route, mask=there, other=-1)
+    row = tl.load(dest_row + route, mask=there, other=-1).to(tl.int64)
     wanted = (rank >= 0) & (rank < M) & (rank != skip_rank) & (row >= 0) & (row < num_rows)
     address = peer_address(base, handles, handle_stride, max_handle, offset, tl.where(wanted, rank, 0))
     return bytes_at(address) + row * (D + D // 32), wanted & (address != 0)

@@ -53,6 +53,24 @@ def _weighted_row(y, row, valid, group, weights, D: tl.constexpr):
     return value
 
 
+@triton.jit
+def _put_partial(
+    address, partial, y, weights, rows, bound, group, K: tl.constexpr, D: tl.constexpr, CEIL: tl.constexpr
+):
+    """Sum the K rows of ``y`` that are named at pointer ``rows``; write it as record ``partial`` at ``address`` if any
+    is there."""
+    total = tl.zeros((group.shape[0], 32), tl.float32)
+    any_row = address < 0
+    for k in tl.static_range(K):
+        row = tl.load(rows + k).to(tl.int64)
+        valid = (row >= 0) & (row < bound)
+        any_row = any_row | valid
+        total += _weighted_row(y, row, valid, group, weights, D)
+    if any_row & (address != 0):
+        record = bytes_at(address) + partial * (D + D // 32)
+        store_values(record, total, group, group < D // 32, D, 0, CEIL)
+
+
 @fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, *RANGE_INTEGERS, "bound", "rank", "signal_offset"])
 def _pre_reduce_put_records(
@@ -101,16 +119,8 @@ def _pre_reduce_put_records(
                 t = low + item // blocks
                 group = (item % blocks) * N + tl.arange(0, N)
                 token = source * t_max + t
-                total = tl.zeros((N, 32), tl.float32)
-                any_row = address < 0
-                for k in tl.static_range(K):
-                    row = tl.load(local_rows + token * K + k).to(tl.int64)
-                    valid = (row >= 0) & (row < bound)
-                    any_row = any_row | valid
-                    total += _weighted_row(y, row, valid, group, weights, D)
-                if any_row & (address != 0):
-                    record = bytes_at(address) + (rank * t_max + t) * (D + D // 32)
-                    store_values(record, total, group, group < D // 32, D, 0, CEIL)
+                rows = local_rows + token * K
+                _put_partial(address, rank * t_max + t, y, weights, rows, bound, group, K, D, CEIL)
         if arrivals is not None:
             last = last_signals(arrivals + chunk, tl.num_programs(0), posted + chunk + 1, signal_base, signal_offset, M)
             if last & (chunk == CHUNKS - 1):
@@ -278,6 +288,43 @@ def sum_partial_records(
     )
 
 
+@triton.jit
+def _sum_records(
+    records,
+    route,
+    rank,
+    dest_rank,
+    dest_row,
+    num_rows,
+    good,
+    group,
+    weights,
+    gathered,
+    K: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The sum of a token's K ``records`` of one rank (times their weights), which are also ``gathered``; ``route`` is
+    its first."""
+    total = tl.zeros((group.shape[0], 32), tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(dest_row + route + k).to(tl.int64)
+        here = tl.load(dest_rank + route + k) == rank
+        valid = here & (row >= 0) & (row < num_rows) & good
+        wanted = tl.where(valid, group, D)
+        data, scale = load_blocks(records + row * (D + D // 32), wanted, D, 0, D)
+        value = to_values(data, scale[:, None])
+        if gathered is not None:
+            kept = gathered + (route + k) * (D + D // 32)
+            mine = wanted < D // 32
+            cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+            tl.store(kept + cols, data, mask=mine[:, None])
+            tl.store(kept + D + group, scale.to(tl.uint8), mask=mine)
+        if weights is not None:
+            value = value * tl.load(weights + route + k, mask=valid, other=0.0)
+        total += value
+    return total
+
+
 @fast
 @triton.jit(do_not_specialize=[*PEER_INTEGERS, "num_rows", "begin", "end"])
 def _get_reduce_records(
@@ -313,23 +360,9 @@ def _get_reduce_records(
             if ((named >> p) & 1) != 0:
                 address = peer_address(base, handles, handle_stride, max_handle, offset, p)
                 rows = bytes_at(address)
-                partial = tl.zeros((N, 32), tl.float32)
-                for k in tl.static_range(K):
-                    row = tl.load(dest_row + t * K + k).to(tl.int64)
-                    here = tl.load(dest_rank + t * K + k) == p
-                    valid = here & (row >= 0) & (row < num_rows) & (address != 0)
-                    wanted = tl.where(valid, group, D)
-                    data, scale = load_blocks(rows + row * (D + D // 32), wanted, D, 0, D)
-                    value = to_values(data, scale[:, None])
-                    if gathered is not None:
-                        kept = gathered + (t * K + k) * (D + D // 32)
-                        mine = wanted < D // 32
-                        cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-                        tl.store(kept + cols, data, mask=mine[:, None])
-                        tl.store(kept + D + group, scale.to(tl.uint8), mask=mine)
-                    if weights is not None:
-                        value = value * tl.load(weights + t * K + k, mask=valid, other=0.0)
-                    partial += value
+                partial = _sum_records(
+                    rows, t * K, p, dest_rank, dest_row, num_rows, address != 0, group, weights, gathered, K, D
+                )
                 total += widen(narrow(partial, out.dtype.element_ty), tl.float32)
         cols = group[:, None] * 32 + tl.arange(0, 32)[None, :]
         tl.store(out + t * D + cols, narrow(total, out.dtype.element_ty), mask=(group < D // 32)[:, None])
