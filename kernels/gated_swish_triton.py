@@ -112,7 +112,6 @@ def _gated_swish_backward(
     dhidden,
     dup,
     dweights,
-    hidden,
     targets,
     dup_placed,
     hidden_placed,
@@ -144,9 +143,6 @@ def _gated_swish_backward(
             swish = gate * sigmoid
             if dweights is not None:
                 dots += grad * (swish * linear)
-            if hidden is not None:
-                values = narrow(swish * linear * weight, hidden.dtype.element_ty)
-                tl.store(hidden + row * F + cols, values, mask=cols < F)
             if hidden_placed is not None:
                 values = narrow(swish * linear * weight, hidden_placed.dtype.element_ty)
                 tl.store(hidden_placed + target * F + cols, values, mask=cols < tl.where(target >= 0, F, 0))
@@ -191,19 +187,18 @@ def gated_swish_backward(
     *,
     dup: Tensor | None = None,
     dweights: Tensor | None = None,
-    hidden: Tensor | None = None,
     placed: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
     num_rows: Tensor | None = None,
     launch: Launch = BACKWARD,
 ) -> None:
     """The gradients of ``gated_swish`` into what is given: ``dup`` [RB, 2F], which may be ``up`` itself, and
-    ``dweights`` float32 [RB], zero past ``num_rows``, whose sums over F run in an order of their own. ``hidden``
-    [RB, F]: what ``gated_swish`` gave, again. ``placed``: int64 [RB] targets, −1 or a row of what follows, and where
-    row r of ``dup`` and of the hidden rows goes besides: to row targets[r] of [any, 2F] and [any, F], or None.
+    ``dweights`` float32 [RB], zero past ``num_rows``, whose sums over F run in an order of their own. ``placed``: int64
+    [RB] targets, −1 or a row of what follows, and where row r of ``dup`` and of what ``gated_swish`` gave goes besides:
+    to row targets[r] of [any, 2F] and [any, F], or None.
     """
     targets, dup_placed, hidden_placed = placed or (None, None, None)
     require_contiguous(targets=targets, dup_placed=dup_placed, hidden_placed=hidden_placed)
-    require_contiguous(up=up, weights=weights, dhidden=dhidden, dup=dup, dweights=dweights, hidden=hidden)
+    require_contiguous(up=up, weights=weights, dhidden=dhidden, dup=dup, dweights=dweights)
     _check(up, dhidden, weights)
     rows, width = dhidden.shape
     if not rows:
@@ -216,7 +211,6 @@ def gated_swish_backward(
         dhidden,
         dup,
         dweights,
-        hidden,
         targets,
         dup_placed,
         hidden_placed,

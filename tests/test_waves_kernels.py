@@ -30,7 +30,7 @@ def _cases() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
 
 def _interpreted(rank: int, world: int) -> None:
     from ep_plugin.kernels.gated_swish import GatedSwish
-    from ep_plugin.kernels.gated_swish_triton import gated_swish_backward
+    from ep_plugin.kernels.gated_swish_triton import gated_swish, gated_swish_backward
     from ep_plugin.kernels.scatter_rows import scatter_rows_torch
     from ep_plugin.kernels.scatter_rows_triton import scatter_rows
 
@@ -45,7 +45,8 @@ def _interpreted(rank: int, world: int) -> None:
         up, grad = torch.randn(6, 64, generator=g).bfloat16(), torch.randn(6, 32, generator=g).bfloat16()
         weights, count = torch.rand(6, generator=g), torch.tensor([4])
         dup, hidden = torch.zeros_like(up), torch.zeros_like(grad)
-        gated_swish_backward(up, weights, grad, shape, dup=dup, hidden=hidden, num_rows=count)
+        gated_swish(up, weights, hidden, shape, num_rows=count)
+        gated_swish_backward(up, weights, grad, shape, dup=dup, num_rows=count)
         targets = torch.tensor([7, -1, 0, 3, -1, -1])
         dup_placed, hidden_placed = torch.full((9, 64), 5.0).bfloat16(), torch.full((9, 32), 5.0).bfloat16()
         again, placed = torch.zeros_like(up), (targets, dup_placed, hidden_placed)

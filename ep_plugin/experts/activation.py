@@ -189,12 +189,10 @@ def hidden_rows_of(
 
 @dataclasses.dataclass
 class HiddenGradients:
-    """``up`` [R, G] in its dtype, ``weights`` [R] in acc dtype (zero on padding) or None; ``hidden`` [R, F] made again,
-    where asked for."""
+    """``up`` [R, G] in its dtype, ``weights`` [R] in acc dtype (zero on padding) or None."""
 
     up: Tensor
     weights: Tensor | None
-    hidden: Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +212,6 @@ def hidden_gradients(
     activation: Activation,
     num_rows: int | None,
     *,
-    hidden: bool = False,
     placed: Placed | None = None,
     needs_up: bool = True,
     needs_weights: bool = True,
@@ -222,12 +219,11 @@ def hidden_gradients(
 ) -> HiddenGradients:
     """The backward of ``hidden_rows_of`` from `dhidden` [R, F].
 
-    `hidden`: give the hidden rows again, too. `placed`: where rows go besides. `consume`: nobody reads `up` again,
-    whose memory may hold its gradient.
+    `placed`: where rows go besides. `consume`: nobody reads `up` again, whose memory may hold its gradient.
     """
     total, valid = up.shape[0], valid_rows(offsets, num_rows, up.shape[0])
     needs_weights = needs_weights and weights is not None
-    dup = dweights = again = None
+    dup = dweights = None
     shape = _fused(up, activation)
     if shape is not None:
         rows = up.detach().contiguous()
@@ -235,8 +231,6 @@ def hidden_gradients(
             dup = rows if consume else torch.empty_like(rows)
         if needs_weights:
             dweights = torch.empty(total, dtype=torch.float32, device=up.device)
-        if hidden:
-            again = rows.new_empty(dhidden.shape)
         _kernels().gated_swish_backward(
             rows,
             _plain(weights),
@@ -244,14 +238,12 @@ def hidden_gradients(
             shape,
             dup=dup,
             dweights=dweights,
-            hidden=again,
             placed=None if placed is None else (placed.targets, placed.up, placed.hidden),
             num_rows=offsets[-1:],
         )
-        for made in (dup, again):
-            if made is not None:
-                made[valid:].zero_()
-        return HiddenGradients(dup, dweights, again)  # type: ignore[arg-type]  # up is made unless nobody needs it
+        if dup is not None:
+            dup[valid:].zero_()
+        return HiddenGradients(dup, dweights)  # type: ignore[arg-type]  # up is made unless nobody needs it
     with torch.autocast(up.device.type, enabled=False):
         up_acc = up[:valid].detach().to(accumulation_dtype(up.dtype))
         grad = dhidden[:valid].to(up_acc.dtype)
@@ -261,16 +253,15 @@ def hidden_gradients(
         if needs_weights:
             dweights = zero_padding(_padded((grad * out.detach()).sum(-1), total), offsets)
         scale = None if weights is None else weights[:valid, None].to(grad.dtype)
-        if hidden or (placed is not None and placed.hidden is not None):
-            again = _padded((out.detach() if scale is None else out.detach() * scale).to(up.dtype), total)
         if needs_up:
             (dup,) = torch.autograd.grad(out, up_acc, grad if scale is None else grad * scale)
             dup = _padded(dup.to(up.dtype), total)
     if placed is not None:
+        again = _padded((out.detach() if scale is None else out.detach() * scale).to(up.dtype), total)
         for made, place in ((dup, placed.up), (again, placed.hidden)):
             if made is not None and place is not None:
                 scatter_rows(made, placed.targets, place, offsets[-1:])
-    return HiddenGradients(dup, dweights, again)  # type: ignore[arg-type]
+    return HiddenGradients(dup, dweights)  # type: ignore[arg-type]
 
 
 def weighted_activation(

@@ -21,8 +21,7 @@ from .lanes import Spared
 
 @dataclass
 class Made:
-    """Of one wave's forward: ``y`` [R, D], and for backward ``projected`` [R, G]. ``hidden`` [R, F] was read by then
-    only if the device is done."""
+    """Of one wave's forward: ``y`` [R, D], and for backward ``projected`` [R, G] and ``hidden`` [R, F]."""
 
     y: Tensor
     projected: Tensor
@@ -32,13 +31,12 @@ class Made:
 @dataclass
 class Gradients:
     """Of one wave: ``rows`` [R, D] and ``weights`` [R] (None where the experts do not apply them), and the factors of
-    weight gradients: ``projected`` [R, G], ``hidden`` [R, F] (None where a ``Placed`` got it), ``y`` [R, D], all in the
-    dtype of the products. Bias gradients in the accumulation dtype, or None."""
+    weight gradients: ``projected`` [R, G], ``y`` [R, D], both in the dtype of the products. Bias gradients in the
+    accumulation dtype, or None."""
 
     rows: Tensor
     weights: Tensor | None
     projected: Tensor
-    hidden: Tensor | None
     y: Tensor
     up_bias: Tensor | None
     down_bias: Tensor | None
@@ -106,22 +104,20 @@ class WaveMLP:
         rows: Tensor | None,
         weights: Tensor,
         projected: Tensor,
-        offsets: Tensor,
+        groups: Groups,
         num_rows: int | None,
         place: Placed | None,
         spared: Spared,
     ) -> Gradients:
         """From ``grad_y`` [R, D] and what forward ``projected`` [R, G]; ``rows`` [R, D] is needed under
         ``weight_at='input'`` alone. ``place``: where hidden rows and their gradient go besides."""
-        total, rows_dtype = grad_y.shape[0], grad_y.dtype
+        total, rows_dtype, offsets = grad_y.shape[0], grad_y.dtype, groups.offsets
         grad_y = grad_y.to(self.dtype)
-        groups, acc = self.groups(offsets, num_rows, total), accumulation_dtype(self.dtype)
+        acc = accumulation_dtype(self.dtype)
         at_hidden = weights if self.weight_at == "hidden" else None
         with spared(True):
             dhidden = groups.matmul(grad_y, self._backwards(self.down))
-        found = hidden_gradients(
-            projected, dhidden, at_hidden, offsets, self.activation, num_rows, hidden=place is None, placed=place
-        )
+        found = hidden_gradients(projected, dhidden, at_hidden, offsets, self.activation, num_rows, placed=place)
         del dhidden
         dweights = found.weights
         up_bias = down_bias = None
@@ -142,7 +138,7 @@ class WaveMLP:
             drows = weighted_rows(product, weights, valid, rows_dtype)
         else:
             drows = product.to(rows_dtype)
-        return Gradients(drows, dweights, found.up, found.hidden, grad_y, up_bias, down_bias)
+        return Gradients(drows, dweights, found.up, grad_y, up_bias, down_bias)
 
     def outer(self, groups: Groups, rows: Tensor, grad: Tensor) -> Tensor:
         """The gradient of a projection's weight from its input ``rows`` [R, ·] and the gradient of its output."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+GIVE_WAY = 20_000  # cycles, about 12 µs: longer than a GEMM takes to be there when what it waited for is
 THERE, EXPERTS, BACK = "there", "experts", "back"
 Spared = Callable[[bool], AbstractContextManager[None]]  # around a GEMM that is, or is not, the first of its wave
 Mark = torch.cuda.Event | None
@@ -86,6 +87,12 @@ class Pipeline:
         if self.lanes.streams:
             self.held.extend(tensors)
 
+    def give_way(self) -> None:
+        """What is enqueued next on this lane starts after a GEMM that waits for the same mark, so that the GEMM's
+        programs find their places free."""
+        if self.lanes.streams:
+            torch.cuda._sleep(GIVE_WAY)
+
     @contextmanager
     def spared(self, first: bool = True) -> Iterator[None]:
         """GEMMs that are enqueued inside leave multiprocessors to communication. ``first``: of their wave."""
@@ -123,4 +130,6 @@ def drive(
             arrived.append(pipeline.run(THERE, lambda wave=wave: there(wave + 1))[1])  # type: ignore[misc]
         if after_experts is not None:
             after_experts(wave, made)
+        if wave + 1 < waves or after_experts is not None:
+            pipeline.run(BACK, pipeline.give_way, made)
         pipeline.run(BACK, lambda wave=wave: back(wave), made)  # type: ignore[misc]

@@ -7,7 +7,8 @@ back. By token they are one product each over the rows of all waves, put in one 
 and a sum of these would cost in passes over the weights' gradients exceeds what overlap can win, and the sums over a
 microbatch's rows stay in the GEMM's float32. One wave has nothing to put in order, and is cut by expert.
 
-Hidden rows are made again in backward. Everything kept is in autograd's saved tensors, the lease of the slot included.
+By token, hidden rows are made again in backward, where they are put in that order too. Everything kept is in autograd's
+saved tensors, the lease of the slot included.
 
 Legend: T local tokens, K routes per token, E_l experts of this rank, D hidden size, F expert width, G = 2F if gated
 else F, R_w rows of one wave, R rows of all waves, RB >= R rows that buffers hold.
@@ -26,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch.base import Arrived, Dispatcher, RouteState
 from ..experts.activation import Placed
+from ..experts.groups import Groups
 from ..kernels.reduce import accumulation_dtype
 from ..kernels.scatter_rows import scatter_rows
 from .experts import Gradients, WaveMLP
@@ -66,6 +68,10 @@ class _Sent:
     arrived: Arrived
     y: Tensor | None = None
     projected: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+OTHERS = 4  # saved tensors of a wave besides its state's and its rows
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class WaveExperts(torch.autograd.Function):
                         s.rows, s.weights, offsets, s.state.num_rows, s.arrived.output, spared
                     )
                 s.y, s.projected, s.arrived.output = made.y, made.projected, None
+                s.hidden = made.hidden if needs[3] and step.by == "expert" else None
                 if s.arrived.rebuild is not None:
                     s.rows = s.rows[:0]  # where rows can be made again, they are free now
                 pipeline.hold(made)
@@ -147,7 +154,7 @@ class WaveExperts(torch.autograd.Function):
             if needs[2] or (weight_at == "input" and needs[1]):
                 rows_kept = (s.rows,) if rebuild is None else tuple(rebuild.tensors)
             tensors = s.state.tensors()
-            saved += [*tensors, s.weights, s.projected, kept_back[i], *rows_kept]
+            saved += [*tensors, s.weights, s.projected, s.hidden, kept_back[i], *rows_kept]
             again = None if rebuild is None else rebuild.rows  # the function alone: it must hold no tensor
             kept.append(_Kept(waves[i], type(s.state), again, (len(tensors), len(rows_kept))))
         ctx.step = (inner, step.lanes, layer, step.by, step.ordered, kept)
@@ -189,12 +196,13 @@ class Unpacked:
         n, rows = kept.lengths
         self.wave, self.rebuild = kept.wave, kept.rebuild
         self.state: Any = kept.kind.restore(layer, saved[:n])
-        self.weights, self.projected, self.kept = saved[n : n + 3]
-        self.rows_kept: tuple[Tensor, ...] = saved[n + 3 : n + 3 + rows]
+        self.weights, self.projected, self.hidden, self.kept = saved[n : n + OTHERS]
+        self.rows_kept: tuple[Tensor, ...] = saved[n + OTHERS : n + OTHERS + rows]
         self.offsets: Tensor = self.state.map.offsets[kept.wave.first : kept.wave.last + 1]
         self.grad_y: Tensor | None = None
         self.grad_weights: Tensor | None = None
         self.found: Gradients | None = None
+        self.groups: Groups | None = None
         self.made: Tensor | None = None
 
     @property
@@ -222,7 +230,7 @@ class _Backward:
         self.mlp = WaveMLP(up, down, up_bias, down_bias, activation, transposed, self.weight_at, backend, dtype)
         self.waves: list[Unpacked] = []
         for each in kept:
-            length = sum(each.lengths) + 3
+            length = sum(each.lengths) + OTHERS
             self.waves.append(Unpacked(each, self.layer, tuple(saved[:length])))
             del saved[:length]
         self.acc = accumulation_dtype(grad.dtype)
@@ -289,8 +297,9 @@ class _Backward:
             rows = w.rows() if self.weight_at == "input" else None
             place = None if self.whole is None else self.whole.place(i)
             spared = self.pipeline.spared if len(self.waves) > 1 else _nothing_beside
+            w.groups = self.mlp.groups(w.offsets, w.state.num_rows, w.bound)
             w.found = self.mlp.of(w.wave.experts).backward(
-                w.grad_y, rows, w.weights, w.projected, w.offsets, w.state.num_rows, place, spared
+                w.grad_y, rows, w.weights, w.projected, w.groups, w.state.num_rows, place, spared
             )
         return w.found, rows
 
@@ -334,14 +343,13 @@ class _Backward:
 
     def _products(self, w: Unpacked) -> None:
         """By expert: the weight gradients of wave w's experts."""
-        assert w.found is not None and w.grad_y is not None
+        groups = w.groups
+        assert w.found is not None and groups is not None
         mlp, dup, ddown = self.mlp.of(w.wave.experts), None, None
         with self.inner.guard("experts backward", self.layer):
-            groups = mlp.groups(w.offsets, w.state.num_rows, w.bound)
             if self.needs[3]:
-                assert w.found.hidden is not None
                 with self.pipeline.spared():
-                    ddown = mlp.outer(groups, w.found.hidden, w.found.y).to(self.mlp.down.dtype)
+                    ddown = mlp.outer(groups, w.hidden, w.found.y).to(self.mlp.down.dtype)
             if self.needs[2]:
                 rows = mlp.operand(w.rows(), w.weights, groups.valid)
                 with self.pipeline.spared(not self.needs[3]):
