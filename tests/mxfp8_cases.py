@@ -6,7 +6,10 @@ with another machine's arithmetic, not with its own.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -122,7 +125,18 @@ def check_swizzle(device: str, counts: list[int], columns: int, spare: int = 5) 
     same(out, want, ("swizzle", counts, columns))
 
 
-def check_swiglu(device: str, dtype: torch.dtype, width: int, rounding: str, rows: int = 12, valid: int = 10) -> None:
+def check_swiglu(
+    device: str,
+    dtype: torch.dtype,
+    width: int,
+    rounding: str,
+    weighted: tuple[bool, ...] = (False, True),
+    *,
+    apart: bool = True,
+    rows: int = 12,
+    valid: int = 10,
+) -> None:
+    """``apart``: each form of the hidden rows in a launch of its own; otherwise those that can be in one are."""
     from ep_plugin.kernels import mxfp8_swiglu_triton as kernels
 
     g = torch.Generator().manual_seed(width)
@@ -138,15 +152,16 @@ def check_swiglu(device: str, dtype: torch.dtype, width: int, rounding: str, row
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    for weights in (None, torch.rand(rows, generator=g))[width > 4096 :]:
+    by_row = torch.rand(rows, generator=g)
+    for weights in (by_row if w else None for w in weighted):
         w = None if weights is None else weights.to(device)
         want = ref_swiglu.swiglu_torch(up, weights)[:valid]
         saved, hidden = empty(rows, ref.record_bytes(2 * width)), empty(rows, width, dtype=dtype)
         records, data = empty(rows, ref.record_bytes(width)), empty(rows, width)
         scales = empty(rows, dtype=torch.float32)
-        kernels.swiglu(up.to(device), w, saved=saved, hidden=hidden, rounding=rounding, num_rows=count)
-        kernels.swiglu(up.to(device), w, records=records, rounding=rounding, num_rows=count)
-        kernels.swiglu(up.to(device), w, data=data, scales=scales, rounding=rounding, num_rows=count)
+        forms = [{"saved": saved, "hidden": hidden}, {"records": records}, {"data": data, "scales": scales}]
+        for out in forms if apart else [forms[0] | forms[1], forms[2]]:
+            kernels.swiglu(up.to(device), w, **out, rounding=rounding, num_rows=count)
         same(hidden[:valid], want.to(dtype), ("hidden", *what))
         same(records[:valid], ref.quantize_torch(want, rounding), ("records", *what))
         same(saved[:valid], ref.quantize_torch(up, rounding)[:valid], ("saved", *what))
@@ -180,7 +195,14 @@ def check_swiglu(device: str, dtype: torch.dtype, width: int, rounding: str, row
         assert not any(t[valid:].any() for t in (hidden, dup, records, data, scales)), ("past the rows", *what)
 
 
-def check_movements(device: str, dtype: torch.dtype, width: int, seed: int = 0) -> None:
+def check_movements(
+    device: str,
+    dtype: torch.dtype,
+    width: int,
+    rounding: str = "rceil",
+    weights: tuple[bool, ...] = (False, True),
+    seed: int = 0,
+) -> None:
     """Fan-out and sums of records between three ranks whose memory is all here."""
     from ep_plugin.kernels import mxfp8_fan_out_triton as fan_out_kernels
     from ep_plugin.kernels import mxfp8_reduce_triton as kernels
@@ -201,16 +223,16 @@ def check_movements(device: str, dtype: torch.dtype, width: int, seed: int = 0) 
     ys = [torch.randn(bound, width, generator=g).to(dtype) for _ in maps]
     row_weights = [torch.rand(bound, generator=g) for _ in maps]
     nbytes = ref.record_bytes(width)
-    what = (dtype, width)
+    what = (dtype, width, rounding)
 
-    for weighted in (False, True):
+    for weighted in weights:
         want = [torch.full((world, t_max, nbytes), GUARD, dtype=torch.uint8) for _ in maps]
         got = [w.to(device, copy=True) for w in want]
         peers = Peers.of(got)
         for rank in range(world):
             w = row_weights[rank] if weighted else None
             by_token = None if w is None else w[local[rank].clamp(min=0).long()]
-            ref_reduce.pre_reduce_put_records_torch(ys[rank], local[rank], tokens, want, rank, by_token)
+            ref_reduce.pre_reduce_put_records_torch(ys[rank], local[rank], tokens, want, rank, by_token, rounding)
             kernels.pre_reduce_put_records(
                 ys[rank].to(device),
                 local[rank].to(device),
@@ -218,6 +240,7 @@ def check_movements(device: str, dtype: torch.dtype, width: int, seed: int = 0) 
                 peers,
                 rank,
                 None if w is None else w.to(device),
+                rounding,
             )
         for a, b in zip(got, want, strict=True):
             same(a, b, ("pre-reduce", weighted, *what))
@@ -236,6 +259,7 @@ def check_movements(device: str, dtype: torch.dtype, width: int, seed: int = 0) 
                 dest_row=m.dest_row.to(device),
                 weights=row_weights[source].to(device) if weighted else None,
                 own_rank=source,
+                rounding=rounding,
             )
             same(out, total, ("sum with own", weighted, *what))
 
@@ -305,42 +329,90 @@ def check_movements(device: str, dtype: torch.dtype, width: int, seed: int = 0) 
 
 
 def check_all(device: str, thorough: bool, share: tuple[int, int] = (0, 1)) -> None:
-    """Everything above; ``thorough`` adds widths that only compiled kernels get through in reasonable time. ``share``
+    """Everything above; ``thorough`` takes widths that only compiled kernels get through in reasonable time. ``share``
     (i, n): only every n-th check from the i-th on, the rest being done elsewhere."""
-    for check in list(_checks(device, thorough))[share[0] :: share[1]]:
-        check()
+    checks = list(_compiled(device) if thorough else _interpreted(device))[share[0] :: share[1]]
+    if not thorough:
+        for check in checks:
+            check()
+        return
+
+    def on_device(check: Callable[[], None]) -> None:
+        with torch.cuda.device(device):
+            check()
+
+    # Nearly all the time goes into compiling, most of which lets other threads go on.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(on_device, checks))
 
 
-def _checks(device: str, thorough: bool) -> Iterator[Callable[[], None]]:
+def _interpreted(device: str) -> Iterator[Callable[[], None]]:
     """The long ones first, neighbours about equally long."""
-    from tests.mxfp8_route_cases import check_routes
-
-    routes = partial(check_routes, device, torch.bfloat16)
-    yield partial(routes, 160)
-    # Scale bytes in words; several rows, blocks of columns and tiles of each program.
-    yield partial(routes, 384, rounding="floor", tokens=(9, 0, 4), weighted=True, block=128)
-    yield partial(routes, 384, "none stays", rounding="floor", tokens=(9, 0, 4), block=256)
-    yield partial(routes, 32, "all stay", weighted=True)
-    yield partial(routes, 96, tokens=(5,))
-    yield partial(routes, 96, tokens=(3, 2, 0, 1), top_k=3)
-    for width in (2880, 4096, 7168) if thorough else ():
-        yield partial(routes, width)
-        yield partial(routes, width, weighted=True)
-    for width in (32, 160) if not thorough else (32, 160, 4096):
+    yield from _routes(device)
+    for width in (32, 160):
         yield partial(check_movements, device, torch.bfloat16, width)
-    yield partial(check_movements, device, torch.float32, 96)
-    for width in (32,) if not thorough else (32, 1056, 4096, 7168):
-        for rounding in ROUNDINGS:
-            yield partial(check_swiglu, device, torch.bfloat16, width, rounding)
+    yield partial(check_movements, device, torch.float32, 96, "floor")
+    for rounding in ROUNDINGS:
+        yield partial(check_swiglu, device, torch.bfloat16, 32, rounding)
     yield partial(check_swiglu, device, torch.float32, 96, "rceil")
     # A row that no program holds at once.
-    yield partial(check_swiglu, device, torch.bfloat16, 4128, "rceil", rows=9, valid=9)
-    yield partial(check_every_element, device)
-    for width in (32, 160) if not thorough else (32, 160, 1056, 2048, 4096, 7168):
+    yield partial(check_swiglu, device, torch.bfloat16, 4128, "rceil", (True,), rows=9, valid=9)
+    for width in (32, 160):
         for rounding in ROUNDINGS:
             yield partial(check_codec, device, torch.bfloat16, width, rounding)
         yield partial(check_codec, device, torch.float32, width, "rceil")
     yield partial(check_codec, device, torch.float16, 96, "rceil", rows=21, valid=17)
     yield partial(check_codec, device, torch.bfloat16, 2080, "rceil", rows=11, valid=9)  # more than one tile of a row
+    yield from _any_width(device)
+
+
+def _compiled(device: str) -> Iterator[Callable[[], None]]:
+    """Every width, dtype, rounding and choice of weights is compiled anew, which takes longer than all the rest: what
+    is here meets in pairs, not each with each. (Rows by route of width 4096 are checked in numbers, by a test.)"""
+    from tests.mxfp8_route_cases import check_routes
+
+    bf16, f32 = torch.bfloat16, torch.float32
+    unweighted, weighted = (False,), (True,)
+    for w in (False, True):
+        yield partial(check_many_rows, device, w)
+    yield from _routes(device, apart=False)
+    for width, w in itertools.product((2880, 7168), (False, True)):
+        yield partial(check_routes, device, bf16, width, weighted=w, apart=False)
+    yield partial(check_movements, device, bf16, 32, "rceil", unweighted)
+    yield partial(check_movements, device, bf16, 160, "floor", weighted)
+    yield partial(check_movements, device, bf16, 4096, "rceil")
+    yield partial(check_movements, device, f32, 96, "floor", unweighted)
+    yield partial(check_swiglu, device, bf16, 32, "rceil")
+    yield partial(check_swiglu, device, f32, 160, "rceil", weighted, apart=False)
+    # 2880 and 7168: rows that no program holds at once.
+    for width in (2880, 4096, 7168):
+        yield partial(check_swiglu, device, bf16, width, "rceil", weighted, apart=False)
+        yield partial(check_swiglu, device, bf16, width, "floor", unweighted, apart=False)
+    for width in (32, 160, 2880, 4096, 7168):
+        yield partial(check_codec, device, bf16, width, "rceil")
+    for width in (160, 7168):
+        yield partial(check_codec, device, bf16, width, "floor")
+    for width in (160, 4096):
+        yield partial(check_codec, device, f32, width, "rceil")
+    yield partial(check_codec, device, torch.float16, 160, "rceil")
+    yield from _any_width(device)
+
+
+def _routes(device: str, apart: bool = True) -> Iterator[Callable[[], None]]:
+    """Rows by route. ``apart``: every form of those that stay also alone, for all and not for two cases."""
+    from tests.mxfp8_route_cases import check_routes
+
+    routes = partial(check_routes, device, torch.bfloat16)
+    yield partial(routes, 160)
+    # Scale bytes in words; several rows, blocks of columns and tiles of each program.
+    yield partial(routes, 384, rounding="floor", tokens=(9, 0, 4), weighted=True, block=128, apart=apart)
+    yield partial(routes, 384, "none stays", rounding="floor", tokens=(9, 0, 4), block=256, apart=apart)
+    yield partial(routes, 32, "all stay", weighted=True)
+    yield partial(routes, 96, tokens=(5,), apart=apart)
+    yield partial(routes, 96, tokens=(3, 2, 0, 1), top_k=3, apart=apart)
+
+
+def _any_width(device: str) -> Iterator[Callable[[], None]]:
+    yield partial(check_every_element, device)
     for counts, columns in (([5, 0, 300, 129], 9), ([0, 0], 4), ([1], 128), ([128, 256], 1)):
         yield partial(check_swizzle, device, counts, columns)

@@ -106,14 +106,23 @@ def check_routes(
     top_k: int = 2,
     weighted: bool = False,
     block: int | None = None,
+    apart: bool = True,
 ) -> None:
     """Rows that leave, rows that stay, and the forms of both. ``block``: the PUT's programs move two rows of so many
-    columns at once, instead of the default."""
+    columns at once, instead of the default. ``apart``: rows that stay are made in every form alone too, not only in all
+    at once."""
     batch = Batch.make(device, dtype, width, routes, rounding, tokens=tokens, top_k=top_k, weighted=weighted)
     what = (dtype, width, routes, rounding, tokens, weighted, block)
     check_put(batch, block, what)
     for rank in range(len(tokens)):
-        check_own(batch, rank, what)
+        check_own(batch, rank, apart, what)
+
+
+def check_many_rows(device: str, weighted: bool) -> None:
+    """Rows in numbers: programs of the PUT take tiles of several as they go, and a rank with few rows takes one at a
+    time."""
+    for routes in ROUTES:
+        check_routes(device, torch.bfloat16, 4096, routes, tokens=(900, 0, 60, 500), top_k=4, weighted=weighted)
 
 
 def check_put(batch: Batch, block: int | None, what: object) -> None:
@@ -148,7 +157,7 @@ def check_put(batch: Batch, block: int | None, what: object) -> None:
         same(a, b, ("put", what))
 
 
-def check_own(batch: Batch, rank: int, what: object) -> None:
+def check_own(batch: Batch, rank: int, apart: bool, what: object) -> None:
     from ep_plugin.kernels import mxfp8_fan_out_triton as fan_out
     from ep_plugin.kernels.mxfp8_own_triton import quantize_own_rows
 
@@ -165,11 +174,16 @@ def check_own(batch: Batch, rank: int, what: object) -> None:
     def stay(records: Tensor, **out: Tensor) -> None:
         quantize_own_rows(x.to(device), records, *batch.arguments(rank), batch.rounding, own_rank=rank, **out)
 
-    some = left.to(device, copy=True)
-    stay(some[:2])
+    everything = ("rows", "data", "scales")
+    forms = ((), ("rows",), ("data", "scales"), everything) if apart else (everything,)
+    some, out = left.to(device, copy=True), guards(*forms[0])
+    stay(some[:2], **{name: t[:2] for name, t in out.items()})
     within = here[here < 2]
     same(some, left.index_copy(0, within, whole[within]), ("rows past the buffer", what))
-    for names in ((), ("rows",), ("data", "scales"), ("rows", "data", "scales")):
+    for name, t in out.items():
+        want = guards(name)[name].cpu().index_copy(0, within, made[name][within])
+        same(t, want, ("past the buffer", name, what))
+    for names in forms:
         records, out = left.to(device, copy=True), guards(*names)
         stay(records, **out)
         same(records, whole, ("own", names, what))
