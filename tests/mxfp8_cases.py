@@ -368,8 +368,8 @@ def _interpreted(device: str) -> Iterator[Callable[[], None]]:
 
 def _compiled(device: str) -> Iterator[Callable[[], None]]:
     """Every width, dtype, rounding and choice of weights is compiled anew, which takes longer than all the rest: what
-    is here meets in pairs, not each with each. (Rows by route of width 4096 are checked in numbers, by a test.)"""
-    from tests.mxfp8_route_cases import check_routes
+    is here meets in pairs, not each with each."""
+    from tests.mxfp8_route_cases import check_many_rows, check_routes
 
     bf16, f32 = torch.bfloat16, torch.float32
     unweighted, weighted = (False,), (True,)
