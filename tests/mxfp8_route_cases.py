@@ -177,8 +177,9 @@ def check_own(batch: Batch, rank: int, apart: bool, what: object) -> None:
     everything = ("rows", "data", "scales")
     forms = ((), ("rows",), ("data", "scales"), everything) if apart else (everything,)
     some, out = left.to(device, copy=True), guards(*forms[0])
-    stay(some[:2], **{name: t[:2] for name, t in out.items()})
-    within = here[here < 2]
+    end = int(here.median()) if len(here) else 2  # a row that stays, and the first that is past the buffer
+    stay(some[:end], **{name: t[:end] for name, t in out.items()})
+    within = here[here < end]
     same(some, left.index_copy(0, within, whole[within]), ("rows past the buffer", what))
     for name, t in out.items():
         want = guards(name)[name].cpu().index_copy(0, within, made[name][within])
