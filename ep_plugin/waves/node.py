@@ -361,8 +361,8 @@ class _Backward:
     def _projections(self) -> tuple[Tensor | None, Tensor | None]:
         if self.whole is not None:
             return self.whole.dup, self.whole.ddown
-        if not self.by_wave:
-            return None, None
+        if len(self.by_wave) < 2:  # one is all: a copy of all weight gradients would cost more than overlap wins
+            return self.by_wave[0] if self.by_wave else (None, None)
         dup, ddown = (None if parts[0] is None else torch.cat(parts) for parts in zip(*self.by_wave, strict=True))
         return dup, ddown
 
