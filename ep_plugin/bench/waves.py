@@ -189,9 +189,12 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         result["timelines"] = {name: asdict(a) for name, a in _timelines(bench, result["points"], shape).items()}
     bench.close()
     result["verdict"] = {name: verdict(c) for name, c in choice.items()}
+    result["hidden"] = {name: hidden(c, result["timelines"].get(f"none {name}")) for name, c in choice.items()}
     if rank == 0:
         for name, text in result["verdict"].items():
             print(f"{name}: {text}")
+            if (share := result["hidden"][name]) is not None:
+                print(f"{name}: the best with waves saves {100 * share:.0f} % of what communication takes without")
         if left:
             print(f"{left} points are left: run again with --resume {args.json}")
         if args.plot is not None:
@@ -225,6 +228,16 @@ def _timelines(bench: Bench, points: list[Point], shape: Shape) -> dict[str, Acc
         if none is not None and wave is not None and dist.get_rank() == 0:
             print(f"{name}: {none.against(wave)}")
     return found
+
+
+def hidden(choice: Choice, without: dict[str, Any] | None) -> float | None:
+    """The time that the best point with waves saves against the best without, as a share of the communication that is
+    exposed ``without`` (an ``Account``); negative where waves take longer, None where one of the three is missing."""
+    if choice.none is None or choice.wave is None or without is None:
+        return None
+    saved = choice.none[choice.time]["median"] - choice.wave[choice.time]["median"]
+    exposed = without["comm"] - without["both"]
+    return float(saved / exposed) if exposed else None
 
 
 def verdict(choice: Choice) -> str:
