@@ -26,6 +26,7 @@ from tests.moe import (
     differences,
     make_experts,
     make_inputs,
+    oracle,
     oracles,
     poisoned_memory,
     run_step,
@@ -87,6 +88,45 @@ def test_every_path_and_weight_place_in_float64(pool):
     ]
     assert_right(pool, [case for case in cases if case[2].world == 4])
     assert_right(pool, [case for case in cases if case[2].world == 2])
+
+
+Needs = tuple[bool, bool, bool, bool]  # gradients of x, of router weights, of the up and of the down projection
+
+
+def check_frozen(rank: int, world: int, cases: list[tuple[str, str, ScheduleConfig, tuple[Needs, ...]]]) -> list[str]:
+    """Steps of which not every part needs a gradient, each rank's own: what is asked for, twice from one graph."""
+    wrong, problem = [], Problem((5, 3))
+    for path, weight_at, schedule, needs in cases:
+        of_x, of_weight, of_up, of_down = needs[rank]
+        dispatcher = problem.dispatcher(path, weight_at, schedule=schedule)
+        mine, experts, want = make_inputs(problem)[rank], make_experts(problem, rank, world), oracle(problem, weight_at)
+        x, weight = mine.x.requires_grad_(of_x), mine.weight.requires_grad_(of_weight)
+        leaves = {"dx": x, "dweight": weight}
+        for (name, parameter), needed in zip(experts.named_parameters(), (of_up, of_down) * 2, strict=True):
+            leaves["d" + name] = parameter.requires_grad_(needed)
+        asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        out = moe_step(dispatcher, x, mine.idx, weight, experts)
+        for keep in (True, False):
+            for name, got in zip(asked, torch.autograd.grad(out, asked.values(), mine.upstream, keep), strict=True):
+                error = float((got - getattr(want[rank], name)).abs().max())
+                if not error < 1e-9:
+                    wrong.append(f"rank {rank}, {path}, {weight_at}, {schedule}, {needs}: {name}: {error:.3g}")
+        dispatcher.close()
+    return wrong
+
+
+def test_frozen_parts(pool):
+    """Fault: what backward reads is kept only where the gradient that it is named for is needed, or gradients of
+    weights that another rank needs are zero because this one has no use for its own."""
+    everything, no_router, down, up = (True,) * 4, (True, False, True, True), (False, False, False, True), (True, False)
+    ranks = [(n, n) for n in (no_router, (True, False, False, True), (True, True, False, True), down, (*up, *up))]
+    ranks += [((False, True, False, False),) * 2]
+    one, two = schedules(1, 2, by=("token",))
+    cases = [(path, place, s, n) for path in PATHS for place in ("input", "output") for s in (one, two) for n in ranks]
+    for other in (no_router, (True, False, False, False)):  # of the CPU's dispatchers block alone lets ranks differ
+        cases += [("block", place, one, (everything, other)) for place in ("hidden", "input", "output", "source")]
+    wrong = [line for lines in pool.run(check_frozen, 2, cases, timeout=120) for line in lines]
+    assert not wrong, f"{len(wrong)} faults\n" + "\n".join(wrong[:20])
 
 
 def test_capacity_is_that_of_the_whole_batch(pool):

@@ -110,7 +110,8 @@ class WaveMLP:
         spared: Spared,
     ) -> Gradients:
         """From ``grad_y`` [R, D] and what forward ``projected`` [R, G]; ``rows`` [R, D] is needed under
-        ``weight_at='input'`` alone. ``place``: where hidden rows and their gradient go besides."""
+        ``weight_at='input'`` alone, for the gradient of the weights. ``place``: where hidden rows and their gradient go
+        besides."""
         total, rows_dtype, offsets = grad_y.shape[0], grad_y.dtype, groups.offsets
         grad_y = grad_y.to(self.dtype)
         acc = accumulation_dtype(self.dtype)
@@ -130,11 +131,11 @@ class WaveMLP:
         with spared(False):
             product = groups.matmul(found.up, self._backwards(self.up))
         if self.weight_at == "input":
-            assert rows is not None
             valid = groups.valid
-            dots = torch.zeros(total, dtype=acc, device=grad_y.device)
-            dots[:valid] = (product[:valid].to(acc) * rows[:valid].to(acc)).sum(-1)
-            dweights = zero_padding(dots, offsets)
+            if rows is not None:
+                dots = torch.zeros(total, dtype=acc, device=grad_y.device)
+                dots[:valid] = (product[:valid].to(acc) * rows[:valid].to(acc)).sum(-1)
+                dweights = zero_padding(dots, offsets)
             drows = weighted_rows(product, weights, valid, rows_dtype)
         else:
             drows = product.to(rows_dtype)

@@ -101,6 +101,7 @@ class WaveExperts(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad
         inner, layer, waves, weight_at = step.inner, step.layer, step.waves, step.inner.config.weight_at
+        of_weights = needs[1] or moves_both(inner)
         x, topk_weight = x.detach().contiguous(), topk_weight.detach()
         sent: list[_Sent] = []
         outs: list[Tensor] = []
@@ -140,7 +141,7 @@ class WaveExperts(torch.autograd.Function):
                     inner.check_combine(s.state, y, by_route)
                     out, gathered = inner.give_back(s.state, y, by_route, weight_at == "source" and needs[1])
                 outs.append(out)
-                kept_back.append(y if weight_at == "output" and needs[1] else gathered)
+                kept_back.append(y if weight_at == "output" and of_weights else gathered)
                 s.y = None
                 return out, gathered
 
@@ -151,7 +152,7 @@ class WaveExperts(torch.autograd.Function):
         for i, s in enumerate(sent):
             rebuild = s.arrived.rebuild
             rows_kept: tuple[Tensor, ...] = ()
-            if needs[2] or (weight_at == "input" and needs[1]):
+            if needs[2] or (weight_at == "input" and of_weights):
                 rows_kept = (s.rows,) if rebuild is None else tuple(rebuild.tensors)
             tensors = s.state.tensors()
             saved += [*tensors, s.weights, s.projected, s.hidden, kept_back[i], *rows_kept]
@@ -175,6 +176,11 @@ class WaveExperts(torch.autograd.Function):
 def _nothing_beside(first: bool) -> AbstractContextManager[None]:
     """In place of ``Pipeline.spared``: nothing travels beside this product."""
     return nullcontext()
+
+
+def moves_both(inner: Dispatcher[Any]) -> bool:
+    """Whether another rank may need gradients of weights, or of rows, that this one does not."""
+    return inner.moves_both_gradients and inner.world > 1
 
 
 def joined(parts: Sequence[Tensor], by: str) -> Tensor:
@@ -294,13 +300,16 @@ class _Backward:
         w = self.waves[i]
         assert w.grad_y is not None
         with self.inner.guard("experts backward", self.layer):
-            rows = w.rows() if self.weight_at == "input" else None
+            of_weights = self.needs[1] or moves_both(self.inner)
+            rows = w.rows() if self.weight_at == "input" and of_weights else None
             place = None if self.whole is None else self.whole.place(i)
             spared = self.pipeline.spared if len(self.waves) > 1 else _nothing_beside
             w.groups = self.mlp.groups(w.offsets, w.state.num_rows, w.bound)
             w.found = self.mlp.of(w.wave.experts).backward(
                 w.grad_y, rows, w.weights, w.projected, w.groups, w.state.num_rows, place, spared
             )
+        if not self.needs[2]:
+            w.made = None
         return w.found, rows
 
     def after_experts(self, i: int, made: Mark) -> None:
@@ -319,7 +328,7 @@ class _Backward:
         """The gradients of wave i's rows and weights back to their tokens."""
         w = self.waves[i]
         assert w.found is not None
-        both = self.inner.moves_both_gradients and self.inner.world > 1
+        both = moves_both(self.inner)
         rows = w.found.rows if self.needs[0] or both else None
         weights = w.grad_weights if self.weight_at == "output" else w.found.weights
         if weights is None and both:
@@ -354,7 +363,6 @@ class _Backward:
                 rows = mlp.operand(w.rows(), w.weights, groups.valid)
                 with self.pipeline.spared(not self.needs[3]):
                     dup = mlp.outer(groups, rows, w.found.projected).to(self.mlp.up.dtype)
-                self.pipeline.hold(w.made)
                 w.made = None
         self.by_wave.append((dup, ddown))
 
@@ -416,10 +424,11 @@ class Whole:
             scatter_rows(grad.to(self.mlp.dtype), target[: grad.shape[0]], self.grad_y, last)
         weighted = self.mlp.weight_at == "input"
         if self.rows_in is not None and (weighted or not self.inner.place_rows(w.rows_kept, target, self.rows_in)):
-            rows = w.rows()
+            rows, w.made = w.rows(), None
             valid = rows.shape[0] if w.state.num_rows is None else w.state.num_rows
             rows = self.mlp.operand(rows, w.weights, valid)
             scatter_rows(rows, target[: rows.shape[0]], self.rows_in, last)
+            w.made = None
         return rows
 
     def down_gradient(self, needed: bool) -> None:
