@@ -125,7 +125,7 @@ def drive(
     if meanwhile is not None:
         pipeline.run(EXPERTS, meanwhile)
     for wave in range(waves):
-        _, made = pipeline.run(EXPERTS, lambda wave=wave: experts(wave), arrived[wave])  # type: ignore[misc]
+        made = pipeline.run(EXPERTS, lambda wave=wave: experts(wave), arrived[wave])[1]  # type: ignore[misc]
         if wave + 1 < waves:
             arrived.append(pipeline.run(THERE, lambda wave=wave: there(wave + 1))[1])  # type: ignore[misc]
         if after_experts is not None:

@@ -130,7 +130,7 @@ class WaveExperts(torch.autograd.Function):
                 s.y, s.projected, s.arrived.output = made.y, made.projected, None
                 s.hidden = made.hidden if needs[3] and step.by == "expert" else None
                 if s.arrived.rebuild is not None:
-                    s.rows = s.rows[:0]  # where rows can be made again, they are free now
+                    s.rows = s.rows.new_empty(0)  # where rows can be made again, they are free now
                 pipeline.hold(made)
 
             def back(i: int) -> tuple[Tensor, Tensor | None]:
