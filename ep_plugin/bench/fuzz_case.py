@@ -236,7 +236,7 @@ def draw_setting(rng: random.Random, world: int, device: str) -> Setting:
         policy=policy,
         factor=factor,
         schedule=rng.choice(("wave_sequential", "wave_overlapped")) if waves else "none",
-        waves=rng.choice((2, 3)) if by == "token" else 2,
+        waves=rng.choice((1, 2, 3)) if by == "token" else rng.choice((1, 2)),
         by=by,
         dtype=rng.choice(tuple(DTYPES)) if device == "cpu" else "bfloat16",
         local_experts=local,
