@@ -264,23 +264,35 @@ def check_movements(
             same(out, total, ("sum with own", weighted, *what))
 
         rows = [ref.quantize_torch(y) for y in ys]
-        on_device = [r.to(device) for r in rows]
+        on_device, guard = [r.to(device) for r in rows], torch.full((1, nbytes), GUARD, dtype=torch.uint8)
         for source, m in enumerate(maps):
             w = torch.rand(tokens[source], top_k, generator=g) if weighted else None
             total = ref_reduce.get_reduce_records_torch(rows, m.dest_rank, m.dest_row, w, dtype)
             out = torch.full((tokens[source], width), 9.0, dtype=dtype, device=device)
-            kernels.get_reduce_records(
+            pulled = torch.zeros(tokens[source], top_k, nbytes, dtype=torch.uint8)
+            gathered = None if weighted else pulled.to(device, copy=True)
+            pull = partial(
+                kernels.get_reduce_records,
                 Peers.of(on_device),
                 m.dest_rank.to(device),
                 m.dest_row.to(device),
                 None if w is None else w.to(device),
                 out,
-                num_rows=bound,
             )
+            pull(num_rows=bound, gathered=gathered)
             same(out, total, ("get", weighted, *what))
+            if gathered is not None:
+                by_rank = zip(m.dest_rank[m.dest_rank >= 0], m.dest_row[m.dest_rank >= 0], strict=True)
+                pulled[m.dest_rank >= 0] = torch.stack([guard[0], *(rows[rank][row] for rank, row in by_rank)])[1:]
+                same(gathered, pulled, ("gathered", *what))
+            if tokens[source]:
+                few = int(m.dest_row.median())  # a row that is asked for, and the first that is past the buffer
+                within = torch.where(m.dest_row < few, m.dest_rank, -1)
+                total_within = ref_reduce.get_reduce_records_torch(rows, within, m.dest_row, w, dtype)
+                pull(num_rows=few, gathered=gathered)
+                same(out, total_within, ("get past the buffer", weighted, *what))
             if source:
                 continue
-            guard = torch.full((1, nbytes), GUARD, dtype=torch.uint8)
             sent = torch.cat([guard, *rows]).to(device)[1:]  # which starts where it happens to
             starts = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
             index = torch.where(m.dest_rank >= 0, m.dest_row + starts[m.dest_rank.clamp(min=0)], -1).to(device)
@@ -301,31 +313,34 @@ def check_movements(
             there = stage.to(device, copy=True)
             if separate:
                 there[rank * t_max : (rank + 1) * t_max] = GUARD
-            rows_out = torch.full((bound, width), 5.0, dtype=dtype, device=device)
-            data = torch.full((bound, width), GUARD, dtype=torch.uint8, device=device)
-            scales = torch.full((bound,), 5.0, device=device)
-            weights_out = torch.full((bound,), 5.0, device=device)
-            found = torch.full((bound,), -1, dtype=torch.int64, device=device)
-            fan_out_kernels.fan_out_records(
-                there,
-                local[rank].to(device),
-                sizes.to(device),
-                rows=rows_out,
-                data=data,
-                scales=scales,
-                weights=by_token.to(device),
-                weights_out=weights_out,
-                route_of_row=found,
-                own=own[rank].to(device) if separate else None,
-                own_rank=rank,
-            )
             want_data, want_scales = ref.rescale_torch(records)
-            same(rows_out[:n], ref.dequantize_torch(records, dtype), ("fan-out", *what))
-            same(data[:n], want_data.view(torch.uint8), ("fan-out data", *what))
-            same(scales[:n], want_scales, ("fan-out scales", *what))
-            same(weights_out[:n], by_token.view(-1)[routes], ("fan-out weights", *what))
-            assert torch.equal(found[:n].cpu(), routes)
-            assert bool((rows_out[n:] == 5).all() & (data[n:] == GUARD).all() & (scales[n:] == 5).all())
+            for room in (bound, n - 1):  # which ends before the last row
+                rows_out = torch.full((bound, width), 5.0, dtype=dtype, device=device)
+                data = torch.full((bound, width), GUARD, dtype=torch.uint8, device=device)
+                scales = torch.full((bound,), 5.0, device=device)
+                weights_out = torch.full((bound,), 5.0, device=device)
+                found = torch.full((bound,), -1, dtype=torch.int64, device=device)
+                fan_out_kernels.fan_out_records(
+                    there,
+                    local[rank].to(device),
+                    sizes.to(device),
+                    rows=rows_out[:room],
+                    data=data[:room],
+                    scales=scales[:room],
+                    weights=by_token.to(device),
+                    weights_out=weights_out[:room],
+                    route_of_row=found[:room],
+                    own=own[rank].to(device) if separate else None,
+                    own_rank=rank,
+                )
+                m = min(n, room)
+                same(rows_out[:m], ref.dequantize_torch(records[:m], dtype), ("fan-out", *what))
+                same(data[:m], want_data[:m].view(torch.uint8), ("fan-out data", *what))
+                same(scales[:m], want_scales[:m], ("fan-out scales", *what))
+                same(weights_out[:m], by_token.view(-1)[routes[:m]], ("fan-out weights", *what))
+                assert torch.equal(found[:m].cpu(), routes[:m])
+                untouched = (rows_out[m:] == 5).all() & (data[m:] == GUARD).all() & (scales[m:] == 5).all()
+                assert bool(untouched & (weights_out[m:] == 5).all() & (found[m:] == -1).all()), ("past", room, *what)
 
 
 def check_all(device: str, thorough: bool, share: tuple[int, int] = (0, 1)) -> None:
