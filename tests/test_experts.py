@@ -434,6 +434,16 @@ def test_autocast_like_linear() -> None:
         assert mlp(replace(d, output=None), "hidden").dtype == torch.float32, "combine moves rows of the wire dtype"
 
 
+def test_the_weight_of_a_bias_is_differentiated_as_it_was_added() -> None:
+    """Fault: under autocast the gradient of a bias's weight is of the bias in float32, which no row had added."""
+    rows, weight, bias = torch.zeros(3, 8), torch.zeros(2, 4, 8), torch.full((2, 4), 1 + 2**-10)
+    by_row = torch.rand(3, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = grouped_linear(rows, weight, torch.tensor([0, 1, 3]), bias=bias, bias_weight=by_row)
+    (grad,) = torch.autograd.grad(y, by_row, torch.ones_like(y))
+    assert torch.equal(grad, torch.full((3,), 4.0)), "the bias is 1 in bfloat16"
+
+
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_every_sharding_has_the_same_experts(shards: int) -> None:
     """Fault: experts drawn from the rank's own generator, so that runs of different EP degrees start differently."""

@@ -166,7 +166,7 @@ class _GroupedLinear(torch.autograd.Function):
             if needs[2]:
                 dbias = groups.sum(dy, column(bias_weight, acc)).to(bias_dtype)
             if needs[4]:
-                dbias_weight = groups.dot_bias(dy, bias).to(bias_weight_dtype)
+                dbias_weight = groups.dot_bias(dy, bias.to(ctx.dtype)).to(bias_weight_dtype)
         return drows, dweight, dbias, drow_weight, dbias_weight, None, None
 
 
