@@ -56,5 +56,6 @@ def test_numbers_equal_the_oracle(pool):
     capped = replace(problem, policy="rank", factor=0.6)
     token, expert = ScheduleConfig("wave_overlapped", 2), ScheduleConfig("wave_overlapped", 2, "expert")
     cases = [("hidden", problem, token), ("output", problem, expert), ("hidden", capped, token)]
+    cases += [("input", problem, ScheduleConfig("wave_overlapped", 1))]
     wrong = [line for lines in pool.run(check_cases, 4, cases, timeout=200) for line in lines]
     assert not wrong, "\n".join(wrong[:20])
