@@ -20,6 +20,7 @@ from ep_plugin.config import EPConfig, LegsConfig, MXFP8Config, ScheduleConfig
 from ep_plugin.experts import Activation, GroupedMLP
 from ep_plugin.heap import HeapAborted
 from ep_plugin.layer import ForeignExperts, moe_step
+from ep_plugin.waves.lanes import Lanes, drive
 from tests.moe import (
     PATHS,
     Inputs,
@@ -188,6 +189,29 @@ def test_route_sets(pool):
     cases = [(path, "hidden", problem, schedules(2)[0]) for path in PATHS for problem in problems]
     cases += [("dedup", "hidden", problem, schedules(2)[1]) for problem in problems]
     assert_right(pool, cases)
+
+
+def test_what_waits_for_what():
+    """Fault: rows start to travel back before the GEMM behind the same mark has its multiprocessors, nothing is done
+    while the first rows arrive, or GEMMs leave multiprocessors to waves that there are not."""
+    for waves, want in (
+        (1, ["there 0", "meanwhile", "experts 0", "after 0", "back 0"]),
+        (2, ["there 0", "meanwhile", "experts 0", "there 1", "after 0", "back 0", "experts 1", "after 1", "back 1"]),
+    ):
+        order: list[str] = []
+        lanes = Lanes(torch.device("cpu"), overlapped=True)
+        lanes.spare = 16
+
+        def step(name: str, order: list[str] = order) -> Callable[..., None]:
+            return lambda wave, *_: order.append(f"{name} {wave}")
+
+        with lanes.open(waves) as pipeline:
+            stages = [step(name) for name in ("there", "experts", "back", "after")]
+            drive(pipeline, *stages, lambda order=order: order.append("meanwhile"))
+            for around, left in ((pipeline.beside_others, waves > 1), (pipeline.spared, True)):
+                with around(True):
+                    assert torch._C._get_sm_carveout_experimental() == (16 if left else None), around
+        assert order == want and torch._C._get_sm_carveout_experimental() is None
 
 
 def identity(problem: Problem, rank: int, world: int) -> GroupedMLP:

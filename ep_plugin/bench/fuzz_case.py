@@ -154,11 +154,11 @@ class Case:
         return torch.full((most, s.top_k), -1)
 
     def oracle(self, group: int) -> list[list[Tensor]]:
-        """What every rank must get, tensors as in ``NAMES``, computed in float64 from the same inputs."""
+        """What every rank must get, tensors as in ``NAMES``, in float64 from the same inputs."""
         s, inputs = self.setting, self.inputs(group)
-        xs = [i.x.to(torch.float64, copy=True).requires_grad_() for i in inputs]
-        weights = [i.weight.to(torch.float64, copy=True).requires_grad_() for i in inputs]
-        parameters = [p.to(torch.float64, copy=True).requires_grad_() for p in s.parameters()]
+        xs = [i.x.double().requires_grad_() for i in inputs]
+        weights = [i.weight.double().requires_grad_() for i in inputs]
+        parameters = [p.double().requires_grad_() for p in s.parameters()]
         expert = reference_mlp(*parameters, activation=swiglu, weight_at=s.weight_at)
         outs = moe_oracle(
             xs,

@@ -236,7 +236,7 @@ def hidden(choice: Choice, without: dict[str, Any] | None) -> float | None:
     if choice.none is None or choice.wave is None or without is None:
         return None
     saved = choice.none[choice.time]["median"] - choice.wave[choice.time]["median"]
-    exposed = without["comm"] - without["both"]
+    exposed = Account(**without).exposed
     return float(saved / exposed) if exposed else None
 
 

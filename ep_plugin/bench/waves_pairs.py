@@ -145,7 +145,7 @@ def _run(
         return run
 
     events[0].record()
-    with lanes.open() as pipeline:
+    with lanes.open(1) as pipeline:
         # The experts first, as in a schedule: their programs take their places before communication does.
         if gemm is not None and lanes.streams:
             with pipeline.spared():

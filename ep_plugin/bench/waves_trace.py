@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .spans import LAUNCHES, ON_DEVICE, Trace, _ranges, record
 
@@ -72,7 +71,6 @@ def account(fn: Callable[[], object], device: torch.device, schedule: dict[str, 
     def ahead() -> None:
         if device.type == "cuda":
             torch.cuda._sleep(SPIN_CYCLES)
-            dist.all_reduce(torch.zeros(1, device=device))  # the first transfer after so long an idle time is slow
         fn()
 
     found = [account_of(kernels, schedule) for kernels in kernels_of(record(ahead, device, calls=3))]

@@ -257,10 +257,11 @@ def hidden_gradients(
             (dup,) = torch.autograd.grad(out, up_acc, grad if scale is None else grad * scale)
             dup = _padded(dup.to(up.dtype), total)
     if placed is not None:
-        again = _padded((out.detach() if scale is None else out.detach() * scale).to(up.dtype), total)
-        for made, place in ((dup, placed.up), (again, placed.hidden)):
-            if made is not None and place is not None:
-                scatter_rows(made, placed.targets, place, offsets[-1:])
+        if dup is not None and placed.up is not None:
+            scatter_rows(dup, placed.targets, placed.up, offsets[-1:])
+        if placed.hidden is not None:
+            again = _padded((out.detach() if scale is None else out.detach() * scale).to(up.dtype), total)
+            scatter_rows(again, placed.targets, placed.hidden, offsets[-1:])
     return HiddenGradients(dup, dweights)  # type: ignore[arg-type]
 
 

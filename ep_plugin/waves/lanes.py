@@ -11,7 +11,7 @@ that was freed on a lane out to that lane, whose next work is behind the caller'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -42,9 +42,9 @@ class Lanes:
             self.streams = {THERE: there, BACK: torch.cuda.Stream(device, priority=-1) if two_ways else there}
 
     @contextmanager
-    def open(self) -> Iterator[Pipeline]:
-        """Lanes behind the caller's stream; afterwards the caller's stream is behind the lanes."""
-        pipeline = Pipeline(self)
+    def open(self, waves: int) -> Iterator[Pipeline]:
+        """Lanes for ``waves`` waves behind the caller's stream; afterwards the caller's stream is behind the lanes."""
+        pipeline = Pipeline(self, waves)
         if not self.streams:
             yield pipeline
             return
@@ -62,8 +62,8 @@ class Lanes:
 class Pipeline:
     """The lanes during one step."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: Lanes, waves: int) -> None:
+        self.lanes, self.waves = lanes, waves
         self.held: list[Any] = []
 
     def run(self, lane: str, work: Callable[[], T], after: Mark = None) -> tuple[T, Mark]:
@@ -106,10 +106,13 @@ class Pipeline:
         finally:
             torch._C._set_sm_carveout_experimental(before)
 
+    def beside_others(self, first: bool) -> AbstractContextManager[None]:
+        """``spared`` for GEMMs beside which other waves' rows travel, if there are others."""
+        return self.spared(first) if self.waves > 1 else nullcontext()
+
 
 def drive(
     pipeline: Pipeline,
-    waves: int,
     there: Callable[[int], Any],
     experts: Callable[[int], Any],
     back: Callable[[int], Any],
@@ -121,6 +124,7 @@ def drive(
     The host gives a wave's experts before the next wave's rows, and what follows on their lane before its own rows
     travel back, so that GEMMs take their multiprocessors first. ``after_experts``: more work behind a wave's experts.
     ``meanwhile``: work of the experts' lane beside the first wave's rows on their way there."""
+    waves = pipeline.waves
     arrived = [pipeline.run(THERE, lambda: there(0))[1]]
     if meanwhile is not None:
         pipeline.run(EXPERTS, meanwhile)

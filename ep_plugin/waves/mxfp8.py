@@ -67,7 +67,7 @@ class WaveMXFP8(torch.autograd.Function):
         sent: list[_Sent] = []
         outs: list[Tensor] = []
 
-        with torch.autocast(x.device.type, enabled=False), step.lanes.open() as pipeline:
+        with torch.autocast(x.device.type, enabled=False), step.lanes.open(len(waves)) as pipeline:
 
             def there(i: int) -> Any:
                 own, by_token = x[waves[i].tokens], weight[waves[i].tokens]
@@ -84,14 +84,14 @@ class WaveMXFP8(torch.autograd.Function):
                     layout = RowGroups(s.state.map.offsets, s.state.num_rows, d.dtype)
                     offsets = layout.offsets
                     operand = s.received.operand(gemm.form, gemm.rounding, dtype=d.dtype, offsets=offsets)
-                    with pipeline.spared(True):
+                    with pipeline.beside_others(True):
                         projected = gemm.product(operand, up, layout, into_up)
                     _add_bias(layout, projected, up_bias, None)
                     at_hidden = s.weights if weight_at == "hidden" else None
                     hidden, s.kept_up = between.forward(
                         projected, at_hidden, activation, gemm.form, gemm.rounding, offsets=offsets
                     )
-                    with pipeline.spared(False):
+                    with pipeline.beside_others(False):
                         s.y = gemm.product(hidden, down, layout, into_up)
                     _add_bias(layout, s.y, down_bias, at_hidden)
                 return s.y
@@ -105,7 +105,7 @@ class WaveMXFP8(torch.autograd.Function):
                 outs.append(out)
                 return out, s.gathered
 
-            drive(pipeline, len(waves), there, experts, back)
+            drive(pipeline, there, experts, back)
 
         saved: list[Tensor | None] = []
         contexts: list[tuple[Wave, _Context, int]] = []
@@ -205,7 +205,7 @@ def _backward(
             gradients[name] = d.gemm.weight_gradient(*pair, weight, layout)
 
     layer = contexts[0][1].layer
-    with lanes.open() as pipeline:
+    with lanes.open(len(waves)) as pipeline:
 
         def combine(i: int) -> Any:
             with d.guard("combine backward", layer):
@@ -215,7 +215,7 @@ def _backward(
         def experts(i: int) -> Any:
             w = waves[i]
             with d.guard("experts backward", layer):
-                w.experts(pipeline.spared)
+                w.experts(pipeline.beside_others)
             return w.drows, w.dots
 
         def dispatch(i: int) -> Any:
@@ -223,7 +223,7 @@ def _backward(
                 waves[i].dispatch()
             return waves[i].dx, waves[i].dweight
 
-        drive(pipeline, len(waves), combine, experts, dispatch)
+        drive(pipeline, combine, experts, dispatch)
 
         def weight_gradients() -> None:
             with d.guard("experts backward", layer):

@@ -17,7 +17,6 @@ else F, R_w rows of one wave, R rows of all waves, RB >= R rows that buffers hol
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +106,7 @@ class WaveExperts(torch.autograd.Function):
         outs: list[Tensor] = []
         kept_back: list[Tensor | None] = []
 
-        with torch.autocast(x.device.type, enabled=False), step.lanes.open() as pipeline:
+        with torch.autocast(x.device.type, enabled=False), step.lanes.open(len(waves)) as pipeline:
 
             def there(i: int) -> tuple[Tensor, Tensor]:
                 own = x[waves[i].tokens]
@@ -123,9 +122,8 @@ class WaveExperts(torch.autograd.Function):
                 s, wave = sent[i], waves[i]
                 with inner.guard("experts", layer):
                     offsets = s.state.map.offsets[wave.first : wave.last + 1]
-                    spared = pipeline.spared if len(waves) > 1 else _nothing_beside
                     made = mlp.of(wave.experts).forward(
-                        s.rows, s.weights, offsets, s.state.num_rows, s.arrived.output, spared
+                        s.rows, s.weights, offsets, s.state.num_rows, s.arrived.output, pipeline.beside_others
                     )
                 s.y, s.projected, s.arrived.output = made.y, made.projected, None
                 s.hidden = made.hidden if needs[3] and step.by == "expert" else None
@@ -145,7 +143,7 @@ class WaveExperts(torch.autograd.Function):
                 s.y = None
                 return out, gathered
 
-            drive(pipeline, len(waves), there, experts, back)
+            drive(pipeline, there, experts, back)
 
         saved: list[Tensor | None] = []
         kept: list[_Kept] = []
@@ -171,11 +169,6 @@ class WaveExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad.device.type, enabled=False):
             return _Backward(ctx, grad.contiguous()).run()
-
-
-def _nothing_beside(first: bool) -> AbstractContextManager[None]:
-    """In place of ``Pipeline.spared``: nothing travels beside this product."""
-    return nullcontext()
 
 
 def moves_both(inner: Dispatcher[Any]) -> bool:
@@ -249,12 +242,12 @@ class _Backward:
         self.by_wave: list[tuple[Tensor | None, Tensor | None]] = []
 
     def run(self) -> tuple[Tensor | None, ...]:
-        with self.lanes.open() as pipeline:
+        with self.lanes.open(len(self.waves)) as pipeline:
             self.pipeline = pipeline
             self.placed: Mark = None
             again = self.needs[2] and self.whole is None and self.waves[0].rebuild is not None
             meanwhile = self.first_rows if again else None
-            drive(pipeline, len(self.waves), self.combine, self.experts, self.dispatch, self.after_experts, meanwhile)
+            drive(pipeline, self.combine, self.experts, self.dispatch, self.after_experts, meanwhile)
             pipeline.run(EXPERTS, self.weight_gradients, self.placed)
         need_x, need_weight, need_up, need_down, need_up_bias, need_down_bias = self.needs[:6]
         dx = joined(self.dx, self.by) if need_x else None
@@ -271,10 +264,10 @@ class _Backward:
             None,
         )
 
-    def first_rows(self) -> Tensor:
-        """The first wave's rows while its gradient crosses: the one waits for memory, the other for the link."""
+    def first_rows(self) -> None:
+        """Make the first wave's rows while its gradient crosses: the one waits for memory, the other for the link."""
         with self.inner.guard("experts backward", self.layer):
-            return self.waves[0].rows()
+            self.waves[0].rows()
 
     def combine(self, i: int) -> Any:
         """The gradient of wave i's tokens to its rows; then, where no one waits, into the order of the whole batch."""
@@ -303,10 +296,9 @@ class _Backward:
             of_weights = self.needs[1] or moves_both(self.inner)
             rows = w.rows() if self.weight_at == "input" and of_weights else None
             place = None if self.whole is None else self.whole.place(i)
-            spared = self.pipeline.spared if len(self.waves) > 1 else _nothing_beside
             w.groups = self.mlp.groups(w.offsets, w.state.num_rows, w.bound)
             w.found = self.mlp.of(w.wave.experts).backward(
-                w.grad_y, rows, w.weights, w.projected, w.groups, w.state.num_rows, place, spared
+                w.grad_y, rows, w.weights, w.projected, w.groups, w.state.num_rows, place, self.pipeline.beside_others
             )
         if not self.needs[2]:
             w.made = None
@@ -428,7 +420,6 @@ class Whole:
             valid = rows.shape[0] if w.state.num_rows is None else w.state.num_rows
             rows = self.mlp.operand(rows, w.weights, valid)
             scatter_rows(rows, target[: rows.shape[0]], self.rows_in, last)
-            w.made = None
         return rows
 
     def down_gradient(self, needed: bool) -> None:

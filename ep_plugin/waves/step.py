@@ -190,7 +190,7 @@ def wave_moe_step(
         state: RouteState = inner.plan_wave(wave, waves[wave].topk_idx, layer, own)
         return state
 
-    by = dispatcher.schedule.by if len(waves) > 1 or dispatcher.config.precision == "mxfp8" else "expert"
+    by = dispatcher.schedule.by if len(waves) > 1 else "expert"
     step = Step(inner, dispatcher.lanes, layer, waves, by, plan, ordered=inner.name != "deepep")
     if not inner.lazy:
         for i, wave in enumerate(waves):
