@@ -133,8 +133,8 @@ class ScheduleConfig:
     ``by``: parts of consecutive tokens, or of consecutive experts; the latter multiply what ``form='dedup'`` moves.
     ``width``: multiprocessors' worth of programs for the kernels that cross the link, under every schedule; 0 keeps
     ``launch``. ``spare``: multiprocessors that expert GEMMs leave to communication under ``wave_overlapped``; null
-    takes ``width``, at most 32, or 16 where that is 0. ``spared``: which GEMMs of a wave leave them, the ``first``,
-    beside which most of its neighbours' rows travel, or ``all``."""
+    takes ``width``, at most 32, or 16 where that is 0, and fewer for experts wider than 1,536. ``spared``: which GEMMs
+    of a wave leave them, the ``first``, beside which most of its neighbours' rows travel, or ``all``."""
 
     kind: str = "none"
     waves: int = 2

@@ -21,6 +21,7 @@ from ep_plugin.experts import Activation, GroupedMLP
 from ep_plugin.heap import HeapAborted
 from ep_plugin.layer import ForeignExperts, moe_step
 from ep_plugin.waves.lanes import Lanes, drive
+from ep_plugin.waves.step import usual_spare
 from tests.moe import (
     PATHS,
     Inputs,
@@ -200,18 +201,24 @@ def test_what_waits_for_what():
     ):
         order: list[str] = []
         lanes = Lanes(torch.device("cpu"), overlapped=True)
-        lanes.spare = 16
 
         def step(name: str, order: list[str] = order) -> Callable[..., None]:
             return lambda wave, *_: order.append(f"{name} {wave}")
 
         with lanes.open(waves) as pipeline:
+            pipeline.spare = 16
             stages = [step(name) for name in ("there", "experts", "back", "after")]
             drive(pipeline, *stages, lambda order=order: order.append("meanwhile"))
             for around, left in ((pipeline.beside_others, waves > 1), (pipeline.spared, True)):
                 with around(True):
                     assert torch._C._get_sm_carveout_experimental() == (16 if left else None), around
         assert order == want and torch._C._get_sm_carveout_experimental() is None
+
+
+def test_multiprocessors_that_are_left() -> None:
+    """Fault: wide experts, whose GEMMs last long, leave as many multiprocessors for as long."""
+    wanted = {(0, 768): 16, (0, 1536): 16, (0, 6144): 4, (0, 65536): 2, (8, 768): 8, (128, 768): 32, (1, 8192): 1}
+    assert {shape: usual_spare(*shape) for shape in wanted} == wanted
 
 
 def identity(problem: Problem, rank: int, world: int) -> GroupedMLP:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..config import ScheduleConfig
 from ..dispatch import Dispatched
 from ..waves.lanes import EXPERTS, THERE, Lanes
+from ..waves.step import usual_spare
 from .timing import meet
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def measure_pairs(
     found = list(earlier)
     done = {(p["movement"], p["width"], p["spare"]) for p in found}
     for width in args.widths:
-        spares = [min(width or 16, 32) if s == "auto" else int(s) for s in args.spares.split(",")]
+        spares = [usual_spare(width, args.width) if s == "auto" else int(s) for s in args.spares.split(",")]
         if all((m, width, s) in done for m in ("dispatch", "combine") for s in spares) or not in_time():
             continue
         parts = _Parts(bench, width)
@@ -110,14 +111,13 @@ def _measure(
     device: torch.device,
     repeats: int,
 ) -> Pair:
-    beside = Lanes(device, overlapped=True, spare=spare)
-    one = Lanes(device, overlapped=False)
+    one, beside = Lanes(device, overlapped=False), Lanes(device, overlapped=True)
     rows: list[list[float]] = []
     for i in range(repeats + 2):
-        alone = _run(one, movement, None, device)
-        product = _run(one, None, gemm, device)
-        both = _run(one, movement, gemm, device)
-        over = _run(beside, movement, gemm, device)
+        alone = _run(one, 0, movement, None, device)
+        product = _run(one, 0, None, gemm, device)
+        both = _run(one, 0, movement, gemm, device)
+        over = _run(beside, spare, movement, gemm, device)
         if i >= 2:
             rows.append([alone[0], product[1], over[0], over[1], both[2], over[2]])
     medians = [statistics.median(column) for column in zip(*rows, strict=True)]
@@ -127,7 +127,7 @@ def _measure(
 
 
 def _run(
-    lanes: Lanes, movement: Callable[[], Any] | None, gemm: Callable[[], Any] | None, device: torch.device
+    lanes: Lanes, spare: int, movement: Callable[[], Any] | None, gemm: Callable[[], Any] | None, device: torch.device
 ) -> tuple[float, float, float]:
     """Milliseconds of the movement, of the experts, and from the first's begin to the last's end."""
     meet(device)
@@ -145,7 +145,7 @@ def _run(
         return run
 
     events[0].record()
-    with lanes.open(1) as pipeline:
+    with lanes.open(1, spare) as pipeline:
         # The experts first, as in a schedule: their programs take their places before communication does.
         if gemm is not None and lanes.streams:
             with pipeline.spared():

@@ -26,35 +26,35 @@ Mark = torch.cuda.Event | None
 class Lanes:
     """The streams of one dispatcher; ``overlapped`` False puts everything on the caller's stream, in the same order.
 
-    ``spare``: multiprocessors that expert GEMMs leave free. Their kernels are persistent, one program on each
-    multiprocessor they are given: a program that has to wait for communication to leave its place would finish a whole
-    GEMM time later. ``every``: all GEMMs of a wave do so, else the first. ``two_ways``: rows may travel in both
+    ``every``: all GEMMs of a wave leave multiprocessors free, else the first. ``two_ways``: rows may travel in both
     directions at once."""
 
-    def __init__(
-        self, device: torch.device, *, overlapped: bool, spare: int = 0, every: bool = True, two_ways: bool = True
-    ) -> None:
-        self.every = every
-        self.device, self.spare = device, spare if overlapped and device.type == "cuda" else 0
+    def __init__(self, device: torch.device, *, overlapped: bool, every: bool = True, two_ways: bool = True) -> None:
+        self.device, self.every = device, every
         self.streams: dict[str, torch.cuda.Stream] = {}
         if overlapped and device.type == "cuda":
             there = torch.cuda.Stream(device, priority=-1)
             self.streams = {THERE: there, BACK: torch.cuda.Stream(device, priority=-1) if two_ways else there}
 
     @contextmanager
-    def open(self, waves: int) -> Iterator[Pipeline]:
-        """Lanes for ``waves`` waves behind the caller's stream; afterwards the caller's stream is behind the lanes."""
-        pipeline = Pipeline(self, waves)
-        if not self.streams:
+    def open(self, waves: int, spare: int = 0, *, overlapped: bool = True) -> Iterator[Pipeline]:
+        """Lanes for ``waves`` waves behind the caller's stream; afterwards the caller's stream is behind the lanes.
+
+        ``spare``: multiprocessors that expert GEMMs leave free. Their kernels are persistent, one program on each
+        multiprocessor they are given: a program that has to wait for communication to leave its place would finish a
+        whole GEMM time later. ``overlapped`` False, where nothing can run beside anything else: one stream."""
+        streams = self.streams if overlapped else {}
+        pipeline = Pipeline(self, waves, streams, spare if streams else 0)
+        if not streams:
             yield pipeline
             return
         caller = torch.cuda.current_stream(self.device)
-        for stream in self.streams.values():
+        for stream in streams.values():
             stream.wait_stream(caller)
         try:
             yield pipeline
         finally:
-            for stream in self.streams.values():
+            for stream in streams.values():
                 caller.wait_stream(stream)
             pipeline.held.clear()
 
@@ -62,17 +62,16 @@ class Lanes:
 class Pipeline:
     """The lanes during one step."""
 
-    def __init__(self, lanes: Lanes, waves: int) -> None:
-        self.lanes, self.waves = lanes, waves
+    def __init__(self, lanes: Lanes, waves: int, streams: dict[str, torch.cuda.Stream], spare: int) -> None:
+        self.lanes, self.waves, self.streams, self.spare = lanes, waves, streams, spare
         self.held: list[Any] = []
 
     def run(self, lane: str, work: Callable[[], T], after: Mark = None) -> tuple[T, Mark]:
         """Enqueue ``work`` on ``lane`` behind ``after``; gives what it returns, held, and the mark behind it."""
-        streams = self.lanes.streams
-        if not streams:
+        if not self.streams:
             result = work()
             return result, None
-        stream = streams.get(lane) or torch.cuda.current_stream(self.lanes.device)
+        stream = self.streams.get(lane) or torch.cuda.current_stream(self.lanes.device)
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
@@ -84,23 +83,23 @@ class Pipeline:
 
     def hold(self, *tensors: Any) -> None:
         """Keep ``tensors`` until the lanes have met again."""
-        if self.lanes.streams:
+        if self.streams:
             self.held.extend(tensors)
 
     def give_way(self) -> None:
         """What is enqueued next on this lane starts after a GEMM that waits for the same mark, so that the GEMM's
         programs find their places free."""
-        if self.lanes.streams:
+        if self.streams:
             torch.cuda._sleep(GIVE_WAY)
 
     @contextmanager
     def spared(self, first: bool = True) -> Iterator[None]:
         """GEMMs that are enqueued inside leave multiprocessors to communication. ``first``: of their wave."""
-        if not self.lanes.spare or not (first or self.lanes.every):
+        if not self.spare or not (first or self.lanes.every):
             yield
             return
         before = torch._C._get_sm_carveout_experimental()
-        torch._C._set_sm_carveout_experimental(self.lanes.spare)
+        torch._C._set_sm_carveout_experimental(self.spare)
         try:
             yield
         finally:

@@ -67,7 +67,7 @@ class WaveMXFP8(torch.autograd.Function):
         sent: list[_Sent] = []
         outs: list[Tensor] = []
 
-        with torch.autocast(x.device.type, enabled=False), step.lanes.open(len(waves)) as pipeline:
+        with torch.autocast(x.device.type, enabled=False), step.forward_lanes() as pipeline:
 
             def there(i: int) -> Any:
                 own, by_token = x[waves[i].tokens], weight[waves[i].tokens]
@@ -120,7 +120,7 @@ class WaveMXFP8(torch.autograd.Function):
             )
             contexts.append((wave, context, len(kept_rows)))
             saved += [*tensors, s.weights, s.kept_up, s.gathered, *kept_rows]
-        ctx.waves = (contexts, step.lanes, step.by, step.ordered)
+        ctx.waves = (contexts, step.lanes, step.spare, step.by, step.ordered)
         out = joined(outs, step.by)
         # Last: a recompute under checkpointing may end here.
         ctx.save_for_backward(topk_weight, up, down, up_bias, down_bias, *saved)
@@ -129,9 +129,9 @@ class WaveMXFP8(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        contexts, lanes, by, ordered = ctx.waves
+        contexts, lanes, spare, by, ordered = ctx.waves
         with torch.autocast(grad.device.type, enabled=False):
-            found = _backward(contexts, lanes, by, ordered, ctx.saved_tensors, ctx.needs_input_grad, grad)
+            found = _backward(contexts, lanes, spare, by, ordered, ctx.saved_tensors, ctx.needs_input_grad, grad)
         return (*found, None, None, None)
 
 
@@ -170,6 +170,7 @@ class _WaveBackward(Backward):
 def _backward(
     contexts: list[tuple[Wave, _Context, int]],
     lanes: Lanes,
+    spare: int,
     by: str,
     ordered: bool,
     saved: tuple[Any, ...],
@@ -205,7 +206,7 @@ def _backward(
             gradients[name] = d.gemm.weight_gradient(*pair, weight, layout)
 
     layer = contexts[0][1].layer
-    with lanes.open(len(waves)) as pipeline:
+    with lanes.open(len(waves), spare) as pipeline:
 
         def combine(i: int) -> Any:
             with d.guard("combine backward", layer):

@@ -17,6 +17,7 @@ else F, R_w rows of one wave, R rows of all waves, RB >= R rows that buffers hol
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ from ..experts.groups import Groups
 from ..kernels.reduce import accumulation_dtype
 from ..kernels.scatter_rows import scatter_rows
 from .experts import Gradients, WaveMLP
-from .lanes import EXPERTS, THERE, Lanes, Mark, drive
+from .lanes import EXPERTS, THERE, Lanes, Mark, Pipeline, drive
 from .split import Wave, WholeRows, whole_rows
 
 
@@ -48,7 +49,12 @@ class Step:
     by: str
     plan: Callable[[int, Tensor], RouteState]
     ordered: bool
+    spare: int  # multiprocessors that GEMMs leave to communication
     states: list[RouteState] = field(default_factory=list)
+
+    def forward_lanes(self) -> AbstractContextManager[Pipeline]:
+        """For the forward pass, where one wave has nothing to run beside."""
+        return self.lanes.open(len(self.waves), self.spare, overlapped=len(self.waves) > 1)
 
     def state(self, wave: int, x: Tensor) -> Any:
         """The route state of ``wave``, whose tokens are ``x`` [T_w, D]."""
@@ -106,7 +112,7 @@ class WaveExperts(torch.autograd.Function):
         outs: list[Tensor] = []
         kept_back: list[Tensor | None] = []
 
-        with torch.autocast(x.device.type, enabled=False), step.lanes.open(len(waves)) as pipeline:
+        with torch.autocast(x.device.type, enabled=False), step.forward_lanes() as pipeline:
 
             def there(i: int) -> tuple[Tensor, Tensor]:
                 own = x[waves[i].tokens]
@@ -156,7 +162,7 @@ class WaveExperts(torch.autograd.Function):
             saved += [*tensors, s.weights, s.projected, s.hidden, kept_back[i], *rows_kept]
             again = None if rebuild is None else rebuild.rows  # the function alone: it must hold no tensor
             kept.append(_Kept(waves[i], type(s.state), again, (len(tensors), len(rows_kept))))
-        ctx.step = (inner, step.lanes, layer, step.by, step.ordered, kept)
+        ctx.step = (inner, step.lanes, step.spare, layer, step.by, step.ordered, kept)
         ctx.mlp = (mlp.activation, mlp.transposed, mlp.backend, mlp.dtype)
         ctx.weight_dtype = topk_weight.dtype
         out = joined(outs, step.by)
@@ -221,7 +227,7 @@ class _Backward:
     """The backward of one node; ``run`` says in which order."""
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
-        self.inner, self.lanes, self.layer, self.by, ordered, kept = ctx.step
+        self.inner, self.lanes, self.spare, self.layer, self.by, ordered, kept = ctx.step
         self.needs, self.grad, self.weight_dtype = ctx.needs_input_grad, grad, ctx.weight_dtype
         self.topk_weight, up, down, up_bias, down_bias, *saved = ctx.saved_tensors
         self.weight_at: str = self.inner.config.weight_at
@@ -242,7 +248,7 @@ class _Backward:
         self.by_wave: list[tuple[Tensor | None, Tensor | None]] = []
 
     def run(self) -> tuple[Tensor | None, ...]:
-        with self.lanes.open(len(self.waves)) as pipeline:
+        with self.lanes.open(len(self.waves), self.spare) as pipeline:
             self.pipeline = pipeline
             self.placed: Mark = None
             again = self.needs[2] and self.whole is None and self.waves[0].rebuild is not None

@@ -28,6 +28,14 @@ from .split import Wave, expert_edges, split_routes
 from .tuned import Shape, resolve
 
 SPARE = 32  # multiprocessors that GEMMs leave at most where the settings do not say: a quarter of an H200
+LONG = 1536  # expert width above which GEMMs last so much longer than rows travel that fewer will do
+
+
+def usual_spare(width: int, expert_width: int) -> int:
+    """Multiprocessors that GEMMs leave where the settings do not say, with ``width`` of ``ScheduleConfig``: a product's
+    time grows with the expert width, that of its rows' way does not."""
+    most = min(width or SPARE // 2, SPARE)
+    return min(most, max(2, most * LONG // expert_width))
 
 
 class WaveDispatcher(Dispatcher[RouteState]):
@@ -49,11 +57,9 @@ class WaveDispatcher(Dispatcher[RouteState]):
         self.inner: Any = inner
         self.name, self.can_overflow = inner.name, inner.can_overflow
         schedule = config.schedule
-        spare = min(schedule.width or SPARE // 2, SPARE) if schedule.spare is None else schedule.spare
         self.lanes = Lanes(
             inner.device,
             overlapped=schedule.kind == "wave_overlapped",
-            spare=spare,
             every=schedule.spared == "all",
             two_ways=inner.name != "deepep",  # whose two movements share one workspace
         )
@@ -62,6 +68,11 @@ class WaveDispatcher(Dispatcher[RouteState]):
     def schedule(self) -> ScheduleConfig:
         """The schedule in use; under ``auto`` what was chosen."""
         return self.config.schedule
+
+    def spare(self, expert_width: int) -> int:
+        """Multiprocessors that GEMMs of experts of this width leave to communication."""
+        given = self.schedule.spare
+        return usual_spare(self.schedule.width, expert_width) if given is None else given
 
     @property
     def heap(self) -> Any:
@@ -191,7 +202,8 @@ def wave_moe_step(
         return state
 
     by = dispatcher.schedule.by if len(waves) > 1 else "expert"
-    step = Step(inner, dispatcher.lanes, layer, waves, by, plan, ordered=inner.name != "deepep")
+    spare = dispatcher.spare(mlp.down.shape[1 if mlp.transposed else 2])
+    step = Step(inner, dispatcher.lanes, layer, waves, by, plan, ordered=inner.name != "deepep", spare=spare)
     if not inner.lazy:
         for i, wave in enumerate(waves):
             step.state(i, x.detach()[wave.tokens])
