@@ -112,7 +112,9 @@ def _state(sorted_: bool) -> BlockState:
     counts = [_empty(M, E, **longs) for _ in range(2)]
     found = RouteMap(*by_route, *counts, _empty(M, **longs), _empty(E // M + 1, **longs))
     sizes = torch.tensor([[4, N - 4], [R - 3, 3]])
-    return BlockState("layers.0", found, _empty(N, **longs), None if sorted_ else _empty(R, **longs), sizes)
+    ints: dict[str, Any] = dict(dtype=torch.int32)
+    orders = (None, None) if sorted_ else (_empty(R, **ints), _empty(R, **ints))
+    return BlockState("layers.0", found, _empty(N, **longs), _empty(T, K, **ints), *orders, sizes)
 
 
 @pytest.mark.parametrize("sorted_", [False, True])

@@ -150,8 +150,12 @@ def one_bad_rank(rank: int, world: int, path: str) -> list[tuple[str, str, float
 def test_a_rank_that_rejects_its_input_stops_the_others(pool, path):
     """Fault: an error that does not quote the values, peers that wait for their time-out or fail without saying which
     rank, layer and phase was the cause."""
-    results = pool.run(one_bad_rank, 3, path)
-    for fault, *by_rank in zip(BLOCK_FAULTS if path == "block" else FAULTS, *results, strict=True):
+    check_bad_rank(pool.run(one_bad_rank, 3, path), BLOCK_FAULTS if path == "block" else FAULTS)
+
+
+def check_bad_rank(results: list[list[tuple[str, str, float]]], faults: list[Fault]) -> None:
+    """What the ranks said in ``one_bad_rank``."""
+    for fault, *by_rank in zip(faults, *results, strict=True):
         kind, text, _ = by_rank[1]
         assert kind == fault.error.__name__ and re.search(fault.message, text), (fault.name, kind, text)
         for rank in (0, 2):
@@ -210,7 +214,11 @@ def disagree(rank: int, world: int, form: str) -> list[tuple[str, str]]:
 def test_ranks_in_different_steps_are_told_so(pool, path):
     """Fault: ranks that run different layers, or one forward and one backward, exchange rows of different steps, hang,
     or fail without saying that they disagree."""
-    results = pool.run(disagree, 3, path)
+    check_disagreements(pool.run(disagree, 3, path))
+
+
+def check_disagreements(results: list[list[tuple[str, str]]]) -> None:
+    """What the ranks said in ``disagree``."""
     told = [
         "EP ranks disagree.*layers.7",
         "EP ranks disagree.*layers.2.*layers.3|EP ranks disagree.*layers.3.*layers.2",

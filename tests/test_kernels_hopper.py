@@ -29,6 +29,7 @@ SCALARS = ("put_meta", "put_values", "put_scalars", "take_scalars", "get_values"
 DENSE = ("dense_routes", "dense_routes_backward")
 SIGNALS = ("post", "wait", "send", "receive", "set_abort")
 ROUTE_MAP = ("count", "offsets_and_record", "accept", "build")
+BLOCK = ("send_order", "arrival_order")
 
 
 def compile_all(rank: int, world: int) -> dict[str, list[str]]:
@@ -40,6 +41,7 @@ def compile_all(rank: int, world: int) -> dict[str, list[str]]:
 
     from ep_plugin.config import CapacityConfig
     from ep_plugin.kernels import (
+        block_triton,
         copy_triton,
         dense_routes_triton,
         fan_out_triton,
@@ -134,6 +136,8 @@ def compile_all(rank: int, world: int) -> dict[str, list[str]]:
     for policy in ("dropless", "rank", "source", "expert"):
         route_map.accept(ints(M, 132), out, rank=1, capacity=CapacityConfig(policy), top_k=K, bound=100)
     route_map.build(dest.long(), out, rank=1, bound=100)
+    block_triton.send_order(dest.long(), out, dest, ints(T * K), rank=1)
+    block_triton.arrival_order(out.accepted, routes, routes, rank=1)
     routing, probs = torch.zeros(T, 128, dtype=torch.bool), torch.zeros(T, 128)
     dense_routes_triton.dense_routes(routing, probs, dest.long(), by_route, dest.view(-1)[:1])
     dense_routes_triton.dense_routes_backward(routing, by_route, probs)
@@ -157,7 +161,7 @@ def access_bytes(ptx: str, operation: str) -> set[int]:
 def test_every_kernel_compiles_for_hopper(compiled: dict[int, dict[str, list[str]]]) -> None:
     """Catches code that only the interpreter accepts."""
     for width, found in compiled.items():
-        assert set(found) == {*MOVERS, *SCALARS, *SIGNALS, *ROUTE_MAP, *DENSE}, f"rows of {width}"
+        assert set(found) == {*MOVERS, *SCALARS, *SIGNALS, *ROUTE_MAP, *BLOCK, *DENSE}, f"rows of {width}"
 
 
 @pytest.mark.slow

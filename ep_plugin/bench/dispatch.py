@@ -155,8 +155,7 @@ def _block_floor(dispatcher: BlockDispatcher, idx: Tensor, x: Tensor, args: argp
     def permutations() -> None:
         fan_out_torch(x, state.send_routes, dispatcher.top_k)
         if state.recv_order is not None:
-            y = received.index_select(0, state.recv_order)
-            torch.empty_like(y).index_copy_(0, state.recv_order, y)
+            dispatcher.unsort(state, dispatcher.sort(state, received))
         dispatcher.merge(state, rows, None)
 
     exchange = measure(exchanges, x.device, repeats=args.repeats, queue=False)

@@ -47,12 +47,12 @@ class TEBlockDispatcher(BlockDispatcher):
         self.te = transformer_engine(torch.device(kwargs["device"]))
         super().__init__(*args, **kwargs)
 
-    def _pack(self, layer: str, topk_idx: Tensor, route_map: RouteMap) -> TEBlockState:
-        plain = super()._pack(layer, topk_idx, route_map)
+    def _made(self, state: BlockState, topk_idx: Tensor) -> TEBlockState:
+        route_map = state.map
         experts = torch.where(route_map.dest_rank >= 0, topk_idx.to(torch.int64), self.num_experts)
         marked = torch.zeros((experts.shape[0], self.num_experts + 1), dtype=torch.int32, device=experts.device)
         mask = marked.scatter_(1, experts, 1)[:, :-1].contiguous()
-        rows = plain.send_routes.numel()
+        rows = state.send_routes.numel()
         _check_once(mask, rows)
         row_map = mask.new_empty(0)
         if rows:  # no layer's rows are at hand yet, and none are needed
@@ -60,9 +60,7 @@ class TEBlockDispatcher(BlockDispatcher):
             _, row_map = self.te.moe_permute(narrow, mask, rows, map_type="mask")
         blocks = route_map.accepted.view(self.world, self.world, self.num_local_experts)[:, self.rank]
         chunks = torch.stack([blocks.reshape(-1), blocks.t().reshape(-1)]).to(torch.int64)
-        return TEBlockState(
-            plain.layer, plain.map, plain.send_routes, plain.recv_order, plain.sizes, mask, experts, row_map, chunks
-        )
+        return TEBlockState(**vars(state), mask=mask, experts=experts, row_map=row_map, chunks=chunks)
 
     def fan_out(self, state: BlockState, x: Tensor, scale: Tensor | None) -> Tensor:
         assert isinstance(state, TEBlockState)

@@ -90,7 +90,7 @@ class BlockMXFP8(MXFP8Movements, BlockDispatcher):
 
     def merge(self, state: BlockState, rows: Tensor, weights: Tensor | None) -> Tensor:
         wire = Wire(rows.dtype == torch.uint8, self.hidden_size, self.dtype, self.mxfp8.rounding)
-        return _sum_routes(rows, self._sent_row(state), state, self.world, weights, wire)
+        return _sum_routes(rows, state.sent_row, state, self.world, weights, wire)
 
     def send_grad(self, state: BlockState, grad: Tensor, scale: Tensor | None) -> Tensor:
         wire = self.wires.combine_backward

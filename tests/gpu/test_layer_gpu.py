@@ -323,7 +323,8 @@ def test_no_host_sync_between_router_and_combine(heap: Heap, ranks: Ranks, form:
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("weight_at", ["hidden", "output", "source"])
 def test_block_waits_for_the_device_in_plan_alone(ranks: Ranks, weight_at: str, precision: str) -> None:
-    """A look at the device behind an exchange: the host would wait there for a dead peer, without a time-out."""
+    """A look at the device behind an exchange: the host would wait there for a dead peer, without a time-out. In plan
+    it waits with one."""
     rank, world, device = ranks
     dispatcher = build_dispatcher(
         EPConfig(dispatcher="block", weight_at=weight_at, precision=precision), num_experts=E, top_k=K, hidden_size=D,
@@ -331,11 +332,11 @@ def test_block_waits_for_the_device_in_plan_alone(ranks: Ranks, weight_at: str, 
     )  # fmt: skip
     mlp, step = experts(rank, world, device), steps(rank, world, device, 1)[0]
     want = run(dispatcher, mlp, step, rank)
-    state = dispatcher.plan(step.idxs[rank], layer="layer")
     x, w = step.xs[rank].clone().requires_grad_(), step.ws[rank].clone().requires_grad_()
     mlp.zero_grad()
     torch.cuda.set_sync_debug_mode("error")
     try:
+        state = dispatcher.plan(step.idxs[rank], layer="layer")
         if precision == "mxfp8":
             own = mlp.mlp()
             out = mxfp8_mlp(
