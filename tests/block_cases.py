@@ -17,6 +17,7 @@ from torch import Tensor
 from ep_plugin.config import CapacityConfig, EPConfig
 from ep_plugin.dispatch import block
 from ep_plugin.dispatch.block import BlockDispatcher, BlockState
+from ep_plugin.kernels.fan_out import fan_out_torch
 from tests.moe import same_bits
 
 NAMES = "dest_rank dest_row counts accepted tokens offsets send_routes sent_row recv_order recv_row sizes".split()
@@ -100,7 +101,8 @@ def check_plans(
     world: int, num_experts: int, top_k: int, tokens: list[int], seed: int, device: str, policies: Any = POLICIES
 ) -> None:
     """Every tensor of every rank's state is the same, and its orders are inverse to each other, under the capacity
-    ``policies``; routes that are absent, repeated and skewed, ids of any integer dtype and strides."""
+    ``policies``; routes that are absent, repeated and skewed, ids of any integer dtype and strides. Under the last
+    policy, rows are moved too."""
     rng = random.Random(seed)
     g = torch.Generator(device=device).manual_seed(seed)
     ids = []
@@ -121,6 +123,8 @@ def check_plans(
                 assert mine is other is None or same_bits(mine, other), f"{name}: {what}"
             assert (a.recv_order is None) == (1 in (world, num_experts // world)), what
             check_orders(a, what)
+            if policy == policies[-1]:
+                check_rows(play(ids, num_experts, capacity)[rank], a, g, what)
 
 
 def check_orders(state: BlockState, what: str) -> None:
@@ -132,3 +136,21 @@ def check_orders(state: BlockState, what: str) -> None:
         assert state.recv_row is not None
         r = torch.arange(state.num_rows, dtype=torch.int32, device=sent.device)
         assert torch.equal(state.recv_row[state.recv_order.long()], r), what
+
+
+def check_rows(rank: Played, state: BlockState, g: torch.Generator, what: str) -> None:
+    """Rows in send order, on GPUs by a kernel, and by route; rows of bfloat16, scaled or not, and of bytes."""
+    t, k = state.sent_row.shape
+    device, n = state.sent_row.device, len(state.send_routes)
+    scale = torch.rand(n, generator=g, device=device)
+    with mock.patch.object(block, "has_kernel", lambda *_: True):
+        for dtype, width, by in ((torch.bfloat16, 24, None), (torch.bfloat16, 7, scale), (torch.uint8, 66, None)):
+            x = (torch.rand(width, t, generator=g, device=device) * 255).to(dtype).t()
+            rows = rank.fan_out(state, x, by)
+            assert same_bits(rows, fan_out_torch(x, state.send_routes, k, by)), f"{dtype}, {what}"
+    by_route = rank._by_route(state, rows)
+    want = torch.where(state.sent_row.unsqueeze(2) >= 0, x.unsqueeze(1), 0)
+    assert same_bits(by_route, want), what
+    if state.recv_order is not None:
+        rows = torch.rand(state.num_rows, 3, generator=g, device=device)
+        assert same_bits(rank.unsort(state, rank.sort(state, rows)), rows), what

@@ -71,7 +71,7 @@ def no_copies() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
     """The kernels that a GPU would run give tensors of their results' shapes."""
-    from ep_plugin.kernels import mxfp8_reduce_triton, reduce_triton
+    from ep_plugin.kernels import fan_out_triton, mxfp8_reduce_triton, reduce_triton
 
     def rows_of(rows: Tensor, index: Tensor, *_: Any) -> Tensor:
         return rows.new_empty((len(index), rows.shape[1]))
@@ -81,6 +81,7 @@ def _kernels() -> Iterator[None]:
 
     with (
         mock.patch.object(reduce, "KERNEL_DEVICES", ("meta",)),
+        mock.patch.object(fan_out_triton, "fan_out", lambda *_, **__: None),
         mock.patch.object(reduce_triton, "sum_routes_triton", rows_of),
         mock.patch.object(mxfp8_reduce_triton, "sum_route_records_triton", records_of),
         mock.patch.object(block, "GroupWatch", Watch),

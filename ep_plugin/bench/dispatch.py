@@ -15,7 +15,6 @@ from torch import Tensor
 from ..config import LaunchConfig
 from ..dispatch import Dispatched, Dispatcher, build_dispatcher
 from ..dispatch.block import BlockDispatcher
-from ..kernels.fan_out import fan_out_torch
 from ..kernels.reduce import accumulation_dtype
 from .inputs import Inputs, backend
 from .limits import Limits, Traffic, against, least_bytes, measure_limits, said
@@ -145,7 +144,7 @@ def _block_floor(dispatcher: BlockDispatcher, idx: Tensor, x: Tensor, args: argp
     """The exchanges alone and the permutations alone that block needs: what its dispatch and combine cannot be faster
     than."""
     state = dispatcher.plan(idx, layer="bench")
-    rows = fan_out_torch(x, state.send_routes, dispatcher.top_k)
+    rows = dispatcher.fan_out(state, x, None)
     received = dispatcher._exchange(rows, state.sizes[0], state.sizes[1])
 
     def exchanges() -> None:
@@ -153,7 +152,7 @@ def _block_floor(dispatcher: BlockDispatcher, idx: Tensor, x: Tensor, args: argp
         dispatcher._exchange(received, state.sizes[1], state.sizes[0])
 
     def permutations() -> None:
-        fan_out_torch(x, state.send_routes, dispatcher.top_k)
+        dispatcher.fan_out(state, x, None)
         if state.recv_order is not None:
             dispatcher.unsort(state, dispatcher.sort(state, received))
         dispatcher.merge(state, rows, None)

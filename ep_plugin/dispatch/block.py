@@ -251,7 +251,14 @@ class BlockDispatcher(Dispatcher[BlockState]):
 
     def fan_out(self, state: BlockState, x: Tensor, scale: Tensor | None) -> Tensor:
         """The tokens ``x`` [T, D] as rows in send order [N, D], times ``scale`` [N] where given."""
-        return fan_out_torch(x, state.send_routes, self.top_k, scale)
+        if not has_kernel(x, self.world):
+            return fan_out_torch(x, state.send_routes, self.top_k, scale)
+        from ..kernels.fan_out_triton import fan_out
+
+        rows = x.new_empty((state.send_routes.numel(), x.shape[1]))
+        tokens = state.map.tokens[self.rank : self.rank + 1]
+        fan_out(x.contiguous(), state.sent_row.unsqueeze(0), tokens, rows, scale=scale)  # reads each token once
+        return rows
 
     def merge(self, state: BlockState, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Sum rows in send order [N, D] into tokens [T, D], weighted by ``weights`` [T, K] where given."""

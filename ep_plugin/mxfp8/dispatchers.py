@@ -96,8 +96,7 @@ class BlockMXFP8(MXFP8Movements, BlockDispatcher):
         wire = self.wires.combine_backward
         if scale is None:
             return super().send_grad(state, wire.encode(grad), None)
-        routes = state.send_routes
-        rows = wire.encode(fan_out_torch(grad, routes, self.top_k), weights=scale.reshape(-1)[routes])
+        rows = wire.encode(self.fan_out(state, grad, None), weights=scale.reshape(-1)[state.send_routes])
         return self._to_experts(state, rows)
 
     def return_grad(
