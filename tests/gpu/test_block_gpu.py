@@ -59,7 +59,7 @@ def test_plans_between_gpus(ranks: tuple[int, int, torch.device]) -> None:
         with mock.patch.object(block, "has_kernel", lambda *_: False):
             want = dispatcher.plan(ids, layer="layers.0")
         for name, a, b in zip(NAMES, got.tensors(), want.tensors(), strict=True):
-            assert same_bits(a, b), (step, name)
+            assert a is b is None or same_bits(a, b), (step, name)
     ids = torch.zeros((3, 4), dtype=torch.int64, device=device)
     ids[2, 1] = experts
     with pytest.raises(ValueError, match=rf"expert id {experts} of token 2 is outside \[-1, {experts}\)"):
