@@ -114,6 +114,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
         return state
 
     def _plan(self, layer: str, topk_idx: Tensor) -> BlockState:
+        """By torch operations."""
         self.watch.settle()  # what follows copies to the device, for which the host waits without a time-out
         counts = count_routes(topk_idx, self.num_experts)
         table = self._meet("plan", layer, torch.cat([counts.new_tensor([0, 0, 0, len(topk_idx)]), counts]))
@@ -134,7 +135,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
         return BlockState(layer, route_map, send_routes, sent_row, recv_order, recv_row, sizes)
 
     def _plan_by_kernels(self, layer: str, topk_idx: Tensor) -> BlockState:
-        """``_plan``, bit for bit. The host waits once, until a time-out at most."""
+        """The same, bit for bit, by kernels. The host waits once, until a time-out at most."""
         from ..kernels import block_triton
         from ..kernels import route_map_triton as kernels
 
@@ -147,22 +148,22 @@ class BlockDispatcher(Dispatcher[BlockState]):
             before_host_looks(self.device)  # the host may wait for the device before it gets such memory
             self._host = torch.empty(sum(parts), dtype=torch.int64, pin_memory=ids.is_cuda)
 
-        found = kernels.DeviceMap.empty(num_tokens, self.top_k, self.num_experts, self.world, ids.device)
-        kernels.count(ids, found.block_counts, found.flags)
+        m = kernels.DeviceMap.empty(num_tokens, self.top_k, self.num_experts, self.world, ids.device)
+        kernels.count(ids, m.block_counts, m.flags)
         record = torch.empty_like(records[0])
-        kernels.offsets_and_record(found.block_counts, record, (0, 0, 0, num_tokens))
+        kernels.offsets_and_record(m.block_counts, record, (0, 0, 0, num_tokens))
         self._host[:SAID] = torch.tensor(self._said("plan", layer))
         record[-SAID:].copy_(self._host[:SAID], non_blocking=True)
         with span("exchange"):
             self._gather(records, record)
-        kernels.accept(records, found, rank=rank, capacity=capacity, top_k=self.top_k, bound=MAX_ROWS)
-        told = torch.cat([records.view(-1), found.accepted.view(-1), found.flags.to(torch.int64)])
+        kernels.accept(records, m, rank=rank, capacity=capacity, top_k=self.top_k, bound=MAX_ROWS)
+        told = torch.cat([records.view(-1), m.accepted.view(-1), m.flags.to(torch.int64)])
         self._host.copy_(told, non_blocking=True)
         if told.is_cuda:
             self.watch.enqueued(self._phase, counted=True)
-        kernels.build(ids, found, rank=rank, bound=MAX_ROWS)
-        sent_row, send_routes = torch.empty_like(found.dest_row), torch.empty(ids.numel(), **longs)
-        block_triton.send_order(ids, found, sent_row, send_routes, rank=rank)
+        kernels.build(ids, m, rank=rank, bound=MAX_ROWS)
+        sent_row, send_routes = torch.empty_like(m.dest_row), torch.empty(ids.numel(), **longs)
+        block_triton.send_order(ids, m, sent_row, send_routes, rank=rank)
 
         with span("host split lists"):
             self.watch.settle()
@@ -178,8 +179,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
         if self._sorts:
             recv_order = torch.empty(received, dtype=torch.int32, device=ids.device)
             recv_row = torch.empty_like(recv_order)
-            block_triton.arrival_order(found.accepted, recv_order, recv_row, rank=rank)
-        m = found
+            block_triton.arrival_order(m.accepted, recv_order, recv_row, rank=rank)
         route_map = RouteMap(m.dest_rank, m.dest_row, m.counts, m.accepted, m.tokens, m.offsets)
         return BlockState(layer, route_map, send_routes[:sent], sent_row, recv_order, recv_row, sizes)
 
