@@ -362,13 +362,17 @@ def check_mxfp8(rank: int, world: int, cases: list[tuple[str, str, ScheduleConfi
         settings = dict(precision="mxfp8", mxfp8=MXFP8Config(legs=legs))
         plain, waves = (MX.dispatcher(path, weight_at, schedule=s, **settings) for s in (ScheduleConfig(), schedule))
         want = run_step(plain, experts, mine)
-        first, second = (run_step(waves, experts, mine) for _ in range(2))
+        steps = []
+        for _ in range(2):
+            steps.append(run_step(waves, experts, mine))
+            dist.barrier()  # a slot whose gradients peers still read is in use
+        first, second = steps
         for f in fields(first):
             a, b = getattr(first, f.name).double(), getattr(want, f.name).double()
             # By expert a token's sum is quantised once more for each wave.
             loose = schedule.by == "expert" and f.name in ("out", "dx")
             error = float((a - b).abs().max() / b.abs().max().clamp(min=1.0)) if b.numel() else 0.0
-            if not error <= (0.1 if loose else 0.01):
+            if not error <= (0.0 if schedule.waves == 1 else 0.1 if loose else 0.01):
                 wrong.append(f"rank {rank}, {path}, {weight_at}, {schedule}, {legs}: {f.name}: {error:.3g}")
             if not same_bits(getattr(first, f.name), getattr(second, f.name)):
                 wrong.append(f"rank {rank}, {path}, {weight_at}, {schedule}, {legs}: {f.name} of the second step")
@@ -386,5 +390,7 @@ def test_mxfp8_rows(pool):
     cases = [(path, "hidden", token, legs) for path in PATHS for legs in LEGS]
     cases += [("route", "source", token, LEGS[0]), ("dedup", "output", token, LEGS[0])]
     cases += [("dedup", "hidden", expert, LEGS[0]), ("block", "hidden", expert, LEGS[0])]
+    one = ScheduleConfig("wave_overlapped", 1)
+    cases += [(path, "hidden", one, legs) for path in PATHS for legs in (*LEGS, LegsConfig("bf16"))]
     wrong = [line for lines in pool.run(check_mxfp8, MX.world, cases, timeout=300) for line in lines]
     assert not wrong, f"{len(wrong)} faults\n" + "\n".join(wrong[:20])

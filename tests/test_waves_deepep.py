@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from ep_plugin.config import ScheduleConfig
-from ep_plugin.dispatch.deepep import DeepEPDispatcher
-from ep_plugin.waves import WaveDispatcher
-from ep_plugin.waves.dispatchers import in_waves, wave_config
+from ep_plugin.dispatch import build_dispatcher, deepep
+from ep_plugin.dispatch.base import Dispatcher
 from tests import deepep_standin
 from tests.moe import Problem, differences, make_experts, make_inputs, oracles, run_step
 
 
-def build(problem: Problem, weight_at: str, schedule: ScheduleConfig) -> WaveDispatcher:
-    """As ``build_dispatcher``, whose checks of DeepEP would refuse a CPU."""
-    config = problem.config("deepep", weight_at, schedule=schedule)
-    config.validate()
-    shape: dict[str, Any] = dict(num_experts=problem.num_experts, top_k=problem.top_k)
-    inner = in_waves(DeepEPDispatcher, schedule.waves)(
-        wave_config(config, **shape),
-        group=dist.group.WORLD,
-        library=deepep_standin,
-        hidden_size=problem.hidden,
-        dtype=problem.dtype,
-        device=torch.device("cpu"),
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
-        **shape,
-    )
-    return WaveDispatcher(config, inner)
+def build(problem: Problem, weight_at: str, schedule: ScheduleConfig) -> Dispatcher[Any]:
+    """``build_dispatcher`` without its checks of DeepEP, which would refuse a CPU."""
+    found = SimpleNamespace(nodes=1, library=deepep_standin)
+    with mock.patch.multiple(deepep, require_deepep=lambda *_: found, no_network=lambda _: None):
+        return build_dispatcher(
+            problem.config("deepep", weight_at, schedule=schedule),
+            num_experts=problem.num_experts,
+            top_k=problem.top_k,
+            hidden_size=problem.hidden,
+            dtype=problem.dtype,
+            device=torch.device("cpu"),
+        )
 
 
 def check_cases(rank: int, world: int, cases: list[tuple[str, Problem, ScheduleConfig]]) -> list[str]:

@@ -117,9 +117,7 @@ def _build(
     if config.dispatcher == "deepep":
         from .deepep import build_deepep
 
-        engine = build_deepep(config, group, precision, **kwargs)
-        engine.__class__ = wrap(type(engine))
-        return engine
+        return build_deepep(config, group, precision, wrap, **kwargs)
     kwargs["owns_heap"] = heap is None
     if heap is None:
         heap = open_heap(config.heap, group, device, config.timeout_s, config.transport)

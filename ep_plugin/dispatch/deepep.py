@@ -14,6 +14,7 @@ received, RB >= R rows that their buffers hold, B the tokens per rank that DeepE
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -340,9 +341,14 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
 
 
 def build_deepep(
-    config: EPConfig, group: dist.ProcessGroup | None, precision: Precision | None, **shape: Any
+    config: EPConfig,
+    group: dist.ProcessGroup | None,
+    precision: Precision | None,
+    wrap: Callable[[type[DeepEPDispatcher]], type[DeepEPDispatcher]],
+    **shape: Any,
 ) -> DeepEPDispatcher:
-    """Collective over ``group`` (None: WORLD): DeepEP's preflight, import and buffer. ``precision``: of MXFP8 rows.
+    """Collective over ``group`` (None: WORLD): DeepEP's preflight, import and buffer. ``precision``: of MXFP8 rows,
+    which has a ``wrap`` of its own; without, ``wrap`` makes the dispatcher's class from the ordinary one.
 
     Raises ``ValueError`` on all ranks where a check fails on any."""
     group = dist.group.WORLD if group is None else group
@@ -351,7 +357,7 @@ def build_deepep(
     no_network(found.nodes)
     hybrid = found.nodes > 1 if config.deepep.hybrid is None else config.deepep.hybrid
     own = dict(group=group, library=found.library, hybrid=hybrid, **shape)
-    return DeepEPDispatcher(config, **own) if precision is None else precision.deepep(**own)
+    return wrap(DeepEPDispatcher)(config, **own) if precision is None else precision.deepep(**own)
 
 
 def _without_rows(found: RouteMap) -> RouteMap:

@@ -145,7 +145,8 @@ class Precision:
         return self._with(self.wrap(BlockMXFP8)(self.config, group=group, **shape))
 
     def deepep(self, **shape: Any) -> DeepEPMXFP8:
-        return DeepEPMXFP8(self.config, mxfp8=self.mxfp8, wires=self.wires, gemm=self.gemm, **shape)
+        own: dict[str, Any] = dict(mxfp8=self.mxfp8, wires=self.wires, gemm=self.gemm, **shape)
+        return self.wrap(DeepEPMXFP8)(self.config, **own)
 
     def rowwise(self, heap: Heap, **shape: Any) -> RowwiseMXFP8 | DeviceRowwiseMXFP8:
         own: dict[str, Any] = dict(heap=heap, mxfp8=self.mxfp8, wires=self.wires, gemm=self.gemm, **shape)

@@ -135,24 +135,28 @@ class WaveMXFP8(torch.autograd.Function):
         return (*found, None, None, None)
 
 
+@dataclass
 class _Factors:
-    """Memory for the two factors of one weight gradient, over the rows of all waves."""
+    """The two factors of one weight gradient, over the rows of all waves."""
 
-    def __init__(self, bound: int, rows: int, grad: int, like: Tensor) -> None:
-        self.rows = like.new_empty(bound, rows)
-        self.grad = like.new_empty(bound, grad)
+    rows: Tensor
+    grad: Tensor
 
 
 class _WaveBackward(Backward):
-    """The phases of one wave. Factors of weight gradients are put where those of all waves are."""
+    """The phases of one wave. Factors of weight gradients are put at the rows ``targets`` of those of all waves; None:
+    kept as they are, which are those of all waves."""
 
-    targets: Tensor
+    targets: Tensor | None = None
     up_factors: _Factors | None = None
     down_factors: _Factors | None = None
 
     def _weight_gradient(self, grad: Tensor, rows: Tensor, weight: Tensor) -> Any:
         factors = self.up_factors if weight is self.up else self.down_factors
         assert factors is not None  # asked for only where the gradient is needed
+        if self.targets is None:
+            factors.rows, factors.grad = rows, grad
+            return
         last = self.layout.offsets[-1:]
         scatter_rows(rows, self.targets[: rows.shape[0]], factors.rows, last)
         scatter_rows(grad, self.targets[: grad.shape[0]], factors.grad, last)
@@ -188,16 +192,22 @@ def _backward(
         at_source = topk_weight[wave.tokens] if d.config.weight_at == "source" else None
         own = (*state, up, down, up_bias, down_bias, weights, kept_up, at_source, gathered, *kept_rows)
         waves.append(_WaveBackward(context, own, needs, grad[wave.tokens]))
-    bounds = [int(w.kept_up.shape[0]) for w in waves]
-    where = rows_of_all([w.state for w in waves], bounds, d, ordered)
-    into = 1 if contexts[0][1].transposed else 2
-    hidden, gated = down.shape[into], up.shape[3 - into]
-    up_factors = _Factors(where.bound, up.shape[into], gated, grad) if needs[2] else None
-    down_factors = _Factors(where.bound, hidden, up.shape[into], grad) if needs[3] else None
-    for w, targets in zip(waves, where.targets, strict=True):
-        w.targets, w.up_factors, w.down_factors = targets, up_factors, down_factors
-    numbers = [w.state.num_rows for w in waves]
-    layout = RowGroups(where.offsets, None if None in numbers else sum(numbers), d.dtype)
+    into, bound, layout = 1 if contexts[0][1].transposed else 2, 0, waves[0].layout
+    replaced = d.name == "rowwise" and d.config.form == "route"  # the dispatched rows, by their gradients
+    if len(waves) > 1 or replaced:
+        where = rows_of_all([w.state for w in waves], [int(w.kept_up.shape[0]) for w in waves], d, ordered)
+        bound, numbers = where.bound, [w.state.num_rows for w in waves]
+        layout = RowGroups(where.offsets, None if None in numbers else sum(numbers), d.dtype)
+        for w, targets in zip(waves, where.targets, strict=True):
+            w.targets = targets
+
+    def factors(weight: Tensor) -> _Factors:
+        rows, gradients = weight.shape[into], weight.shape[3 - into]
+        return _Factors(grad.new_empty(bound, rows), grad.new_empty(bound, gradients))
+
+    up_factors, down_factors = factors(up) if needs[2] else None, factors(down) if needs[3] else None
+    for w in waves:
+        w.up_factors, w.down_factors = up_factors, down_factors
     gradients: dict[str, Tensor] = {}
 
     def product(name: str, factors: _Factors | None, weight: Tensor) -> None:
