@@ -131,7 +131,7 @@ def _count(
 def count(topk_idx: Tensor, block_counts: Tensor, flags: Tensor) -> None:
     """Routes of every (block of routes, expert) into ``block_counts`` int32 [blocks, E].
 
-    ``topk_idx`` [T, K], any integer dtype and strides; an id outside [−1, E) counts as −1 and sets BAD_ID.
+    ``topk_idx`` int32 or int64 [T, K], any strides; an id outside [−1, E) counts as −1 and sets BAD_ID.
     """
     num_tokens, top_k = topk_idx.shape
     num_experts = block_counts.shape[1]

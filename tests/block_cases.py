@@ -73,7 +73,7 @@ def plans(ids: list[Tensor], num_experts: int, capacity: CapacityConfig, by_kern
 
     def plan(rank: int) -> BlockState:
         make = ranks[rank]._plan_by_kernels if by_kernels else ranks[rank]._plan
-        return make("layer", ids[rank])
+        return make("layer", ranks[rank].check_routes(ids[rank]))
 
     for rank in range(len(ids) - 1):
         with pytest.raises(NotYet):

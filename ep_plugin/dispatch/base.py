@@ -148,13 +148,15 @@ class Dispatcher(ABC, Generic[StateT]):
         """Collective, before a forward pass: its layers have ``num_tokens`` tokens on this rank. Buffers that were made
         for fewer than the most of all ranks grow. Nothing to do where they are made to measure, or by the settings."""
 
-    def check_routes(self, topk_idx: Tensor) -> None:
-        """``ValueError`` quoting what does not fit this dispatcher in ``topk_idx`` [T, K]."""
+    def check_routes(self, topk_idx: Tensor) -> Tensor:
+        """``topk_idx`` [T, K] of any integer dtype as int64, or as it is where int32: −1 or E may not be numbers of
+        narrower or unsigned ones. ``ValueError`` quoting what does not fit this dispatcher."""
         if topk_idx.dim() != 2 or topk_idx.shape[1] != self.top_k:
             raise ValueError(f"topk_idx has shape {tuple(topk_idx.shape)}; expected [T, {self.top_k}]")
-        if topk_idx.dtype.is_floating_point or topk_idx.dtype == torch.bool:
+        if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
             raise ValueError(f"topk_idx has dtype {topk_idx.dtype}; expected an integer dtype")
         self._check_device("topk_idx", topk_idx)
+        return topk_idx if topk_idx.dtype == torch.int32 else topk_idx.to(torch.int64)
 
     def _check_device(self, name: str, tensor: Tensor) -> None:
         its, mine = tensor.device, self.device

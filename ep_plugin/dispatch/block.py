@@ -103,7 +103,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
 
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> BlockState:
         with self.guard("plan", layer):
-            self.check_routes(topk_idx)
+            topk_idx = self.check_routes(topk_idx)
             # Kernels hold a capacity factor of up to 24 decimals.
             exact = Fraction(str(self.config.capacity.factor)) * 10**24 % 1 == 0
             by_kernels = exact and has_kernel(topk_idx, self.world)
@@ -122,7 +122,7 @@ class BlockDispatcher(Dispatcher[BlockState]):
         route_map = build_route_map(topk_idx, counts, tokens, rank=self.rank, capacity=self.config.capacity)
         with span("host split lists"):
             sizes = self._sizes(route_map.accepted.cpu())
-        expert = torch.where(route_map.dest_rank >= 0, topk_idx.to(torch.int64), self.num_experts).reshape(-1)
+        expert = torch.where(route_map.dest_rank >= 0, topk_idx, self.num_experts).reshape(-1)
         send_routes = torch.argsort(expert, stable=True)[: int(sizes[0].sum())]
         sent_row = _inverse(send_routes, expert.numel()).view(topk_idx.shape)
         recv_order = recv_row = None
@@ -134,12 +134,11 @@ class BlockDispatcher(Dispatcher[BlockState]):
             recv_order, recv_row = order.to(torch.int32), _inverse(order, order.numel())
         return BlockState(layer, route_map, send_routes, sent_row, recv_order, recv_row, sizes)
 
-    def _plan_by_kernels(self, layer: str, topk_idx: Tensor) -> BlockState:
+    def _plan_by_kernels(self, layer: str, ids: Tensor) -> BlockState:
         """The same, bit for bit, by kernels. The host waits once, until a time-out at most."""
         from ..kernels import block_triton
         from ..kernels import route_map_triton as kernels
 
-        ids = topk_idx if topk_idx.dtype in (torch.int32, torch.int64) else topk_idx.to(torch.int64)
         num_tokens, rank, capacity = ids.shape[0], self.rank, self.config.capacity
         longs: dict[str, Any] = dict(dtype=torch.int64, device=ids.device)
         records = torch.empty((self.world, HEAD + self.num_experts + SAID), **longs)

@@ -157,7 +157,7 @@ class DeepEPDispatcher(Dispatcher[DeepEPState]):
 
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> DeepEPState:
         with self.guard("plan", layer):
-            self.check_routes(topk_idx)
+            topk_idx = self.check_routes(topk_idx)
             num_tokens = topk_idx.shape[0]
             if not self.bucket:
                 self.agree(num_tokens)

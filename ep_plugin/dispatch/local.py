@@ -20,7 +20,7 @@ class LocalDispatcher(Dispatcher[RouteState]):
 
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> RouteState:
         with self.guard("plan", layer):
-            self.check_routes(topk_idx)
+            topk_idx = self.check_routes(topk_idx)
             counts = count_routes(topk_idx, self.num_experts)[None]
             tokens = counts.new_full((1,), topk_idx.shape[0])
             return RouteState(layer, build_route_map(topk_idx, counts, tokens, rank=0, capacity=self.config.capacity))

@@ -236,7 +236,7 @@ class RowwiseDispatcher(Dispatcher[RowwiseState]):
 
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> RowwiseState:
         with self.guard("plan", layer):
-            self.check_routes(topk_idx)
+            topk_idx = self.check_routes(topk_idx)
             num_tokens = topk_idx.shape[0]
             if self.config.max_tokens is not None and num_tokens > self.config.max_tokens:
                 raise ValueError(

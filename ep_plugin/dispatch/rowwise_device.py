@@ -221,7 +221,7 @@ class DeviceRowwiseDispatcher(Dispatcher[DeviceState]):
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> DeviceState:
         with self.guard("plan", layer):
             self.heap.check()
-            self.check_routes(topk_idx)
+            topk_idx = self.check_routes(topk_idx)
             num_tokens = topk_idx.shape[0]
             if not self.max_tokens:
                 self._agree(num_tokens)

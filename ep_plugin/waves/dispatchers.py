@@ -110,7 +110,7 @@ class _HostWaves(_OneRegionPerWave):
 
     def accepted(self: Any, topk_idx: Tensor, layer: str, capacity: CapacityConfig) -> RouteMap:
         with self.guard("plan", layer):
-            self.check_routes(topk_idx)
+            topk_idx = self.check_routes(topk_idx)
             counts = count_routes(topk_idx, self.num_experts)
             records = self._exchange("plan", layer, 0, topk_idx.shape[0], counts)
             tokens, asked = records[:, 1].contiguous(), records[:, 2:].contiguous()
@@ -194,7 +194,7 @@ class _DeviceWaves(_OneRegionPerWave):
         from ..kernels import route_map_triton as route_map
 
         with self.guard("plan", layer):
-            self.check_routes(topk_idx)
+            topk_idx = self.check_routes(topk_idx)
             m = route_map.DeviceMap.empty(
                 topk_idx.shape[0], self.top_k, self.num_experts, self.world, self.device, self.flags
             )

@@ -87,7 +87,7 @@ class WaveDispatcher(Dispatcher[RouteState]):
     def split(self, topk_idx: Tensor, layer: str) -> tuple[list[Wave], RouteMap | None]:
         """The waves of ``topk_idx`` [T, K] without the routes that capacity drops, which is decided for the whole
         batch; and the whole batch's map where that had to be made."""
-        self.inner.check_routes(topk_idx)
+        topk_idx = self.inner.check_routes(topk_idx)
         found = None
         if self.config.capacity.policy != "dropless":
             found = self.inner.accepted(topk_idx, layer, self.config.capacity)
