@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -394,3 +394,26 @@ def test_mxfp8_rows(pool):
     cases += [(path, "hidden", one, legs) for path in PATHS for legs in (*LEGS, LegsConfig("bf16"))]
     wrong = [line for lines in pool.run(check_mxfp8, MX.world, cases, timeout=300) for line in lines]
     assert not wrong, f"{len(wrong)} faults\n" + "\n".join(wrong[:20])
+
+
+def one_parameter(rank: int, world: int) -> list[str]:
+    """Experts whose projections are one tensor, in waves and without."""
+    problem = replace(MX, tokens=(5, 3), width=64, dtype=torch.float32)
+    mine, wrong = make_inputs(problem)[rank], []
+    weight = torch.nn.Parameter(torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(rank)) / 8)
+    experts = GroupedMLP.from_parameters(weight, weight, activation=Activation("relu", gated=False))
+    gradients = []
+    for schedule in (ScheduleConfig(), *schedules(1, 2, by=("token",))):
+        dispatcher = problem.dispatcher("block", schedule=schedule, precision="mxfp8")
+        weight.grad = None
+        moe_step(dispatcher, mine.x, mine.idx, mine.weight, experts).backward(mine.upstream)
+        gradients.append(weight.grad)
+        dispatcher.close()
+        if not torch.allclose(gradients[-1], gradients[0], rtol=1e-5, atol=1e-5):
+            wrong.append(f"rank {rank}, {schedule}")
+    return wrong
+
+
+def test_mxfp8_projections_that_are_one_parameter(pool):
+    """Fault: the factors of one projection's gradient are told from the other's by whose weight it is."""
+    assert sum(pool.run(one_parameter, 2, timeout=60), []) == []

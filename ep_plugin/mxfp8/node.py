@@ -298,7 +298,7 @@ class Backward:
         self.dprojected, self.operand, self.dots = found.dup, found.operand, found.dweights
         grad = self.grad_plain
         if self.needs[3] and grad is not None:
-            self.ddown = self._weight_gradient(grad, found.hidden, self.down)
+            self.ddown = self._weight_gradient("down", grad, found.hidden)
         if self.down_bias is not None and grad is not None:
             groups = self.layout.sums(grad.shape[0])
             if self.needs[5]:
@@ -324,7 +324,7 @@ class Backward:
         rebuild, n = self.c.rebuild, self.layout.num_rows
         rows = self.kept_rows[0] if rebuild is None else rebuild(self.kept_rows, n)
         plain = as_form(rows, "plain", self.gemm.rounding, dtype=self.d.dtype, offsets=self.layout.offsets)
-        self.dup = self._weight_gradient(self.dprojected, plain.data, self.up)
+        self.dup = self._weight_gradient("up", self.dprojected, plain.data)
 
     def dispatch(self) -> None:
         """The gradients' way back. Where they take the slot of the dispatched rows, those are gone after this."""
@@ -334,9 +334,10 @@ class Backward:
         if dweight is not None and self.needs[1]:
             self.dweight = dweight.to(self.c.weight_dtype)
 
-    def _weight_gradient(self, grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    def _weight_gradient(self, name: str, grad: Tensor, rows: Tensor) -> Tensor:
+        """Of the projection ``name``, up or down (both may be one tensor)."""
         left, right = (rows, grad) if self.c.transposed else (grad, rows)
-        return self.gemm.weight_gradient(left, right, weight, self.layout)
+        return self.gemm.weight_gradient(left, right, getattr(self, name), self.layout)
 
 
 def _add_bias(layout: RowGroups, rows: Tensor, bias: Tensor | None, weights: Tensor | None) -> None:

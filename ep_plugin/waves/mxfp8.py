@@ -151,8 +151,8 @@ class _WaveBackward(Backward):
     up_factors: _Factors | None = None
     down_factors: _Factors | None = None
 
-    def _weight_gradient(self, grad: Tensor, rows: Tensor, weight: Tensor) -> Any:
-        factors = self.up_factors if weight is self.up else self.down_factors
+    def _weight_gradient(self, name: str, grad: Tensor, rows: Tensor) -> Any:
+        factors = self.up_factors if name == "up" else self.down_factors
         assert factors is not None  # asked for only where the gradient is needed
         if self.targets is None:
             factors.rows, factors.grad = rows, grad
