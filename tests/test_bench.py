@@ -338,6 +338,7 @@ def test_the_command_starts_its_processes_and_writes_its_files(tmp_path, command
         (["dispatch", "--heap", "nvshmem"], "--heap nvshmem needs --device cuda"),
         (["dispatch", "--repeats", "0"], "--repeats 0 at least 1"),
         (["tune"], "tune measures on GPUs"),
+        (["waves", "--pairs"], "--pairs needs streams"),
     ],
 )
 def test_bad_arguments_end_before_any_process_is_started(capsys, monkeypatch, arguments, message):

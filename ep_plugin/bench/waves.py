@@ -196,7 +196,8 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             if (share := result["hidden"][name]) is not None:
                 print(f"{name}: the best with waves saves {100 * share:.0f} % of what communication takes without")
         if left:
-            print(f"{left} points are left: run again with --resume {args.json}")
+            again = "--json to keep what is measured" if args.json is None else f"--json {args.json}"
+            print(f"{left} points are left: run again with {again}")
         if args.plot is not None:
             from .waves_plots import plot_sweep, plot_timelines
 
@@ -257,7 +258,8 @@ def verdict(choice: Choice) -> str:
     difference = choice.wave[choice.time]["median"] / choice.none[choice.time]["median"] - 1
     if choice.gain:
         return f"won: {wave}, {-100 * difference:.1f} % less than {none}"
-    return f"won: {none}; the best with waves, {wave}, takes {100 * difference:+.1f} %"
+    within = " (within the spread)" if difference < 0 else ""
+    return f"won: {none}; the best with waves, {wave}, takes {100 * difference:+.1f} %{within}"
 
 
 def _agreed(own: Any) -> Any:

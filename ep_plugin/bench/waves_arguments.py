@@ -45,6 +45,8 @@ def check(args: argparse.Namespace) -> None:
     for kind in args.kinds.split(","):
         if kind not in KINDS:
             raise ValueError(f"--kinds {kind!r} is not one of {', '.join(KINDS)}")
+    if args.pairs and args.device != "cuda":
+        raise ValueError("--pairs needs streams: give --device cuda")
     for schedule in schedules(args):
         schedule.validate()
 

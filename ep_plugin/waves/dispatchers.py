@@ -236,8 +236,8 @@ def wave_config(config: EPConfig, *, top_k: int, num_experts: int) -> EPConfig:
 
 
 def widened(config: EPConfig) -> EPConfig:
-    """``config`` with what ``schedule.width`` says of the kernels that cross the link: so many programs of 512 threads
-    of them (DeepEP: multiprocessors, even and at least 4)."""
+    """``config`` with what ``schedule.width`` says of the kernels that cross the link: so many times 1,024 threads
+    PUT rows, so many times 512 PUT partial sums (DeepEP: multiprocessors, even and at least 4)."""
     width = config.schedule.width
     if not width:
         return config
