@@ -339,6 +339,7 @@ def test_the_command_starts_its_processes_and_writes_its_files(tmp_path, command
         (["dispatch", "--repeats", "0"], "--repeats 0 at least 1"),
         (["tune"], "tune measures on GPUs"),
         (["waves", "--pairs"], "--pairs needs streams"),
+        (["waves", "-E", "16", "--by", "expert"], "--waves 8 --by expert: a rank has 4 experts"),
     ],
 )
 def test_bad_arguments_end_before_any_process_is_started(capsys, monkeypatch, arguments, message):

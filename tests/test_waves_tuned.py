@@ -70,7 +70,11 @@ def test_a_shape_that_was_not_measured_runs_without_waves(tmp_path, caplog):
         with caplog.at_level(logging.WARNING):
             assert resolve(setting, replace(SHAPE, **{name: value})) == ScheduleConfig(), name
         assert "has no run without waves" in caplog.text
+        assert ("expert_width of build_dispatcher too: give it" in caplog.text) == (name == "width")
         caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert resolve(setting, replace(SHAPE, tokens=None)) == ScheduleConfig()
+    assert "by max_tokens too: give it" in caplog.text
     only_waves = table(tmp_path / "waves.json", point(WAVE, 3.0))
     assert resolve(only_waves, SHAPE) == ScheduleConfig()
 

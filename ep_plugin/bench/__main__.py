@@ -63,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if args.command == "fan-out" and world == 1:
             raise ValueError("--world 1: a fan-out to other ranks needs at least two")
         if args.command == "waves":
-            waves.check(args)
+            waves.check(args, world)
         if args.command == "mxfp8":
             _check_blocks(args)
     except ValueError as error:

@@ -40,13 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", default=None, help="write pictures (PNG) with this name: -sweep, -timeline")
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace, world: int) -> None:
     """``ValueError`` for arguments that do not fit."""
     for kind in args.kinds.split(","):
         if kind not in KINDS:
             raise ValueError(f"--kinds {kind!r} is not one of {', '.join(KINDS)}")
     if args.pairs and args.device != "cuda":
         raise ValueError("--pairs needs streams: give --device cuda")
+    if args.by == "expert" and max(args.waves) > args.experts // world:
+        raise ValueError(f"--waves {max(args.waves)} --by expert: a rank has {args.experts // world} experts")
     for schedule in schedules(args):
         schedule.validate()
 

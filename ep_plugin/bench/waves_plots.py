@@ -47,7 +47,7 @@ def plot_sweep(result: dict[str, Any], shape: Shape, path: Path) -> None:
             y = [best[w][time]["median"] for w in sorted(best)]
             low = [best[w][time]["median"] - best[w][time]["low"] for w in sorted(best)]
             high = [best[w][time]["high"] - best[w][time]["median"] for w in sorted(best)]
-            label = kind if kind == "none" else f"{kind}, {waves} waves"
+            label = kind if kind == "none" else f"{kind}, {_waves(waves)}"
             axes.errorbar(
                 x, y, yerr=[[max(0, v) for v in low], [max(0, v) for v in high]], label=label, color=COLOURS[kind],
                 marker=MARKS.get(waves, "x"), markersize=4, linewidth=2 if kind == "none" else 1, capsize=2,
@@ -79,12 +79,12 @@ def plot_timelines(result: dict[str, Any], path: Path) -> None:
         if any(name.endswith(what) for name in timelines)
     }  # fmt: skip
     for axes, (name, t) in zip(rows, timelines.items(), strict=True):
-        streams = sorted({k["stream"] for k in t["kernels"]}, key=str)
+        streams = sorted({k["stream"] for k in t["kernels"]}, key=lambda s: (len(str(s)), str(s)))
         for k in t["kernels"]:
             colour = PHASES.get(k["what"], EXPERTS)
             axes.barh(streams.index(k["stream"]), k["end"] - k["begin"], 0.8, k["begin"], color=colour, linewidth=0)
         s = t["schedule"]
-        waves = "" if s["kind"] == "none" else f", {s['waves']} waves"
+        waves = "" if s["kind"] == "none" else f", {_waves(s['waves'])}"
         axes.set_title(
             f"{name} (width {s['width'] or 'default'}{waves}): {t['whole']:.2f} ms, communication {t['comm']:.2f},"
             f" experts {t['gemm']:.2f}, both {t['both']:.2f}",
@@ -100,6 +100,10 @@ def plot_timelines(result: dict[str, Any], path: Path) -> None:
     )
     figure.suptitle(_title(result), fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def _waves(number: int) -> str:
+    return "1 wave" if number == 1 else f"{number} waves"
 
 
 def _title(result: dict[str, Any]) -> str:

@@ -99,10 +99,13 @@ def resolve(schedule: ScheduleConfig, shape: Shape) -> ScheduleConfig:
     assert schedule.table is not None  # validated
     choice = choose(read_table(schedule.table), shape)
     if choice.none is None:
+        unknown = {"max_tokens": shape.tokens, "expert_width of build_dispatcher": shape.width}
+        missing = " and ".join(name for name, value in unknown.items() if value is None)
         logger.warning(
-            "schedule.kind='auto': %s has no run without waves of %s, so there are no waves; ep-bench waves makes one",
+            "schedule.kind='auto': %s has no run without waves of %s, so there are no waves; %s",
             schedule.table,
             asdict(shape),
+            f"a shape is looked up by {missing} too: give it" if missing else "ep-bench waves makes one",
         )
     else:
         logger.info("schedule.kind='auto': %s (%.1f %% less than without waves)", choice.won, 100 * choice.gain)
