@@ -346,6 +346,12 @@ def accept(records: Tensor, out: DeviceMap, *, rank: int, capacity: CapacityConf
 
 
 @cache
+def holds(factor: float) -> bool:
+    """Whether ``accept`` takes this capacity factor: one of at most 24 decimals."""
+    return bool(Fraction(str(factor)) * LIMB**LIMBS % 1 == 0)
+
+
+@cache
 def _limbs(factor: float, num_experts: int) -> tuple[int, list[int]]:
     """The decimal factor, at most E, as its whole part and LIMBS groups of six decimals."""
     whole, rest = divmod(min(Fraction(str(factor)), Fraction(num_experts)), 1)

@@ -68,3 +68,12 @@ def test_faults_are_those_of_torch(interpreters: dist.Pool) -> None:
     told = interpreters.run(by_kernels, 3, "test_dispatch_errors", "one_bad_rank", "block", timeout=300)
     check_bad_rank(told, BLOCK_FAULTS)
     check_disagreements(interpreters.run(by_kernels, 3, "test_dispatch_errors", "disagree", "block", timeout=300))
+
+
+def test_capacity_factors_that_kernels_hold() -> None:
+    """Catches a factor of more decimals than the kernels multiply, which must be planned by torch operations."""
+    from ep_plugin.kernels.route_map_triton import _limbs, holds
+
+    assert [holds(factor) for factor in (1.25, 1 / 3, 1e15, 1e-24, 1e-25, 1.5e-24)] == [True] * 4 + [False] * 2
+    with pytest.raises(ValueError, match="more than 24 decimals"):
+        _limbs(1e-25, 8)

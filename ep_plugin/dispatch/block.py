@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -104,10 +103,16 @@ class BlockDispatcher(Dispatcher[BlockState]):
     def plan(self, topk_idx: Tensor, *, layer: str = "", x: Tensor | None = None) -> BlockState:
         with self.guard("plan", layer):
             topk_idx = self.check_routes(topk_idx)
-            # Kernels hold a capacity factor of up to 24 decimals.
-            exact = Fraction(str(self.config.capacity.factor)) * 10**24 % 1 == 0
-            by_kernels = exact and has_kernel(topk_idx, self.world)
-            return self._made((self._plan_by_kernels if by_kernels else self._plan)(layer, topk_idx), topk_idx)
+            plan = self._plan_by_kernels if self._has_kernels(topk_idx) else self._plan
+            return self._made(plan(layer, topk_idx), topk_idx)
+
+    def _has_kernels(self, topk_idx: Tensor) -> bool:
+        """Whether kernels can make the plan of ``topk_idx`` under the settings in use."""
+        if not has_kernel(topk_idx, self.world):
+            return False
+        from ..kernels.route_map_triton import holds
+
+        return holds(self.config.capacity.factor)
 
     def _made(self, state: BlockState, topk_idx: Tensor) -> BlockState:
         """The state as ``plan`` gives it."""
